@@ -1,0 +1,214 @@
+"""What decoding remembers: paged keys and values, and the inputs of the short convolutions.
+
+Everything is addressed by absolute position. A row that turns out to come from a rejected draft needs no undoing: the next
+round writes over it, and nothing reads a position that has not been written since.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from .config import InklingConfig
+
+PAGE_SIZE = 64
+STATIC: dict[str, Any] = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """New rows of a batch: row t of sequence b stands at position `start[b] + t` and is real when `t < count[b]`."""
+
+    start: Int[Array, " B"]
+    count: Int[Array, " B"]
+
+    def positions(self, new: int) -> Int[Array, "B T"]:
+        return self.start[:, None] + jnp.arange(new, dtype=jnp.int32)
+
+    def real(self, new: int) -> Bool[Array, "B T"]:
+        return jnp.arange(new) < self.count[:, None]
+
+    def last(self, new: int, keep: int) -> Bool[Array, "B T"]:
+        """The real rows less those that a ring of `keep` rows would overwrite within this very step."""
+        t = jnp.arange(new)
+        return (t < self.count[:, None]) & (t >= self.count[:, None] - keep)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedKV:
+    """Keys and values of one layer. `ring`: rows a sequence keeps (the window's), None where it keeps all."""
+
+    k: Float[Array, "P K page D"]
+    v: Float[Array, "P K page D"]
+    ring: int | None = field(default=None, metadata=STATIC)
+
+    def write(
+        self, k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], page_table: Int[Array, "B pages"], rows: Rows
+    ) -> "PagedKV":
+        """Stores the real rows at their positions; padding and unallocated pages (-1) are dropped, never clamped."""
+        pages, _, page_size, _ = self.k.shape
+        new, width = k.shape[1], page_table.shape[1]
+        positions = rows.positions(new)
+        page = positions // page_size
+        keep = rows.last(new, new if self.ring is None else self.ring) & (page >= 0) & (page < width)
+        at = jnp.take_along_axis(page_table, jnp.clip(page, 0, width - 1), axis=1)
+        at = jnp.where(keep & (at >= 0), at, pages)
+        slot = positions % page_size
+        return dataclasses.replace(
+            self,
+            k=self.k.at[at, :, slot].set(k, mode="drop"),
+            v=self.v.at[at, :, slot].set(v, mode="drop"),
+        )
+
+    def read(
+        self, pages: Int[Array, "B n"], live: Bool[Array, "B S"]
+    ) -> tuple[Float[Array, "B S K D"], Float[Array, "B S K D"]]:
+        """The rows of n pages a sequence, in order; rows that are not `live` read as zeros, whatever lies there."""
+        ids = jnp.clip(pages, 0, self.k.shape[0] - 1)
+
+        def rows(pool: Float[Array, "P K page D"]) -> Float[Array, "B S K D"]:
+            found = pool[ids].transpose(0, 1, 3, 2, 4)
+            found = found.reshape(*live.shape, *found.shape[3:])
+            return jnp.where(live[..., None, None], found, jnp.zeros((), pool.dtype))
+
+        return rows(self.k), rows(self.v)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Ring:
+    """The last rows of a stream, position p in row p % size."""
+
+    rows: Float[Array, "B size C"]
+
+    def read(self, first: Int[Array, " B"], count: int) -> Float[Array, "B count C"]:
+        """Rows at positions first .. first + count - 1; zeros before the start of the sequence."""
+        positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)
+        found = jnp.take_along_axis(self.rows, (positions % self.rows.shape[1])[..., None], axis=1)
+        return jnp.where(positions[..., None] >= 0, found, jnp.zeros((), found.dtype))
+
+    def write(self, x: Float[Array, "B T C"], rows: Rows) -> "Ring":
+        batch, size, _ = self.rows.shape
+        new = x.shape[1]
+        at = jnp.where(rows.last(new, size), rows.positions(new) % size, size)
+        return Ring(self.rows.at[jnp.arange(batch)[:, None], at].set(x, mode="drop"))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """One decoder layer: its keys and values, and the inputs of its four short convolutions."""
+
+    kv: PagedKV
+    k_conv: Ring
+    v_conv: Ring
+    attn_conv: Ring
+    mlp_conv: Ring
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """All layers of the backbone and of the MTP depths that draft, with the two page tables they share."""
+
+    layers: tuple[LayerCache, ...]
+    depths: tuple[LayerCache, ...]
+    global_pages: Int[Array, "B pages"]
+    local_pages: Int[Array, "B pages"]
+
+    def page_table(self, layer: LayerCache) -> Int[Array, "B pages"]:
+        return self.global_pages if layer.kv.ring is None else self.local_pages
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The sizes that a cache is compiled for: `rows` is the most rows a sequence adds in one round of decoding."""
+
+    batch: int
+    pages: int  # global pages, of all sequences together
+    width: int  # entries of a page table: the longest sequence in pages
+    drafts: int
+    page_size: int = PAGE_SIZE
+
+    @property
+    def rows(self) -> int:
+        return max(self.drafts + 1, 2 * self.drafts)
+
+    def local_pages(self, config: InklingConfig) -> int:
+        """Pages a sequence keeps in a local layer: the window before the oldest row of a round, and the round."""
+        return min(self.width, -(-(config.window - 1 + self.rows) // self.page_size))
+
+
+def make_cache(config: InklingConfig, shape: CacheShape, dtype: jnp.dtype) -> Cache:
+    """An empty cache. Its page tables are unallocated; `allocate_pages` makes real ones."""
+    layers = [config.is_local(i) for i in range(config.num_layers)]
+    depths = [config.mtp_is_local(d) for d in range(shape.drafts)]
+    table = jnp.full((shape.batch, shape.width), -1, jnp.int32)
+    return Cache(
+        layers=tuple(_layer_cache(config, local, shape, dtype) for local in layers),
+        depths=tuple(_layer_cache(config, local, shape, dtype) for local in depths),
+        global_pages=table,
+        local_pages=table + 0,  # two arrays: a donated one may not be given twice
+    )
+
+
+def _layer_cache(config: InklingConfig, local: bool, shape: CacheShape, dtype: jnp.dtype) -> LayerCache:
+    attention = config.attention(local)
+    per_sequence = shape.local_pages(config)
+    pages = shape.batch * per_sequence if local else shape.pages
+    kv = (pages, attention.kv_heads, shape.page_size, attention.head_dim)
+    size = config.conv_width - 1 + shape.rows
+
+    def ring(channels: int) -> Ring:
+        return Ring(jnp.zeros((shape.batch, size, channels), dtype))
+
+    return LayerCache(
+        kv=PagedKV(jnp.zeros(kv, dtype), jnp.zeros(kv, dtype), per_sequence * shape.page_size if local else None),
+        k_conv=ring(attention.kv_heads * attention.head_dim),
+        v_conv=ring(attention.kv_heads * attention.head_dim),
+        attn_conv=ring(config.hidden_size),
+        mlp_conv=ring(config.hidden_size),
+    )
+
+
+def allocate_pages(config: InklingConfig, shape: CacheShape, capacity: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Page tables (global, local) for sequences of at most `capacity[b]` rows.
+
+    A global layer gets as many pages as the sequence can need and -1 beyond. A local layer's entries repeat every
+    `local_pages`: that repetition is all there is to its ring.
+    """
+    needed = -(-capacity // shape.page_size)
+    if needed.sum() > shape.pages or needed.max(initial=0) > shape.width:
+        raise ValueError(f"{needed.sum()} pages of {shape.page_size} rows needed, the cache holds {shape.pages}")
+    index = np.arange(shape.width)
+    first = np.cumsum(needed) - needed
+    everything = np.where(index < needed[:, None], first[:, None] + index, -1)
+    local = shape.local_pages(config)
+    ring = np.arange(shape.batch)[:, None] * local + index % local
+    return everything.astype(np.int32), ring.astype(np.int32)
+
+
+def cache_bytes(
+    config: InklingConfig, batch: int, context: int, draft_tokens: int, dtype: str = "bfloat16"
+) -> dict[str, int]:
+    """Bytes of the cache for `batch` sequences of `context` tokens, by part; "depths" counts the drafting depths whole."""
+    width = -(-context // PAGE_SIZE)
+    shape = CacheShape(batch=batch, pages=batch * width, width=width, drafts=draft_tokens)
+    cache = jax.eval_shape(lambda: make_cache(config, shape, jnp.dtype(dtype)))
+
+    def size(tree: Any) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    parts = {
+        "global_kv": sum(size(layer.kv) for layer in cache.layers if layer.kv.ring is None),
+        "local_kv": sum(size(layer.kv) for layer in cache.layers if layer.kv.ring is not None),
+        "conv": sum(size(layer) - size(layer.kv) for layer in cache.layers),
+        "depths": size(cache.depths),
+    }
+    return {**parts, "total": sum(parts.values())}

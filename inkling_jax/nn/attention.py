@@ -1,0 +1,69 @@
+"""Attention with short convolutions on keys and values and a learned, query-dependent relative bias."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ..cache import LayerCache, Rows
+from ..config import InklingConfig
+from ..ops import attend
+from .basic import Linear, RMSNorm, ShortConv, normal
+
+
+class Attention(nnx.Module):
+    """One layer's attention, local or global; the two kinds may differ in heads, KV heads and head_dim."""
+
+    def __init__(self, config: InklingConfig, local: bool, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.shape = shape = config.attention(local)
+        self.log_scaling = None if local else (config.log_scaling_floor, config.log_scaling_alpha)
+        hidden, queries, keys = config.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.wq = Linear(hidden, queries, ("heads", "hidden"), dtype=dtype, rngs=rngs)
+        self.wk = Linear(hidden, keys, ("kv_heads", "hidden"), dtype=dtype, rngs=rngs)
+        self.wv = Linear(hidden, keys, ("kv_heads", "hidden"), dtype=dtype, rngs=rngs)
+        self.wr = Linear(hidden, shape.heads * config.rel_dim, ("heads", "hidden"), dtype=dtype, rngs=rngs)
+        self.wo = Linear(queries, hidden, ("hidden", "heads"), dtype=dtype, rngs=rngs)
+        self.q_norm = RMSNorm(shape.head_dim, config.norm_eps, dtype=dtype)
+        self.k_norm = RMSNorm(shape.head_dim, config.norm_eps, dtype=dtype)
+        self.k_conv = ShortConv(keys, config.conv_width, "kv_heads", dtype=dtype, rngs=rngs)
+        self.v_conv = ShortConv(keys, config.conv_width, "kv_heads", dtype=dtype, rngs=rngs)
+        self.rel_proj = normal(rngs, (config.rel_dim, shape.extent), (None, None), dtype, fan_in=config.rel_dim)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T H"],
+        rows: Rows,
+        cache: LayerCache | None,
+        page_table: Int[Array, "B pages"] | None,
+    ) -> tuple[Float[Array, "B T H"], LayerCache | None]:
+        batch, new, _ = x.shape
+        heads = lambda y, count: y.reshape(batch, new, count, -1)  # noqa: E731
+        k, k_ring = self.k_conv(self.wk(x), rows, cache and cache.k_conv)
+        v, v_ring = self.v_conv(self.wv(x), rows, cache and cache.v_conv)
+        q = self.q_norm(heads(self.wq(x), self.shape.heads))
+        k = self.k_norm(heads(k, self.shape.kv_heads))
+        v = heads(v, self.shape.kv_heads)
+        out = attend(
+            q,
+            k,
+            v,
+            heads(self.wr(x), self.shape.heads),
+            self.rel_proj[...],
+            rows,
+            self.shape,
+            tau=self._tau(rows.positions(new)),
+            kv=cache and cache.kv,
+            page_table=page_table,
+        )
+        if cache is not None:
+            assert page_table is not None and k_ring is not None and v_ring is not None
+            cache = LayerCache(
+                cache.kv.write(k, v, page_table, rows), k_ring, v_ring, cache.attn_conv, cache.mlp_conv
+            )
+        return self.wo(out.reshape(batch, new, -1)), cache
+
+    def _tau(self, positions: Int[Array, "B T"]) -> Float[Array, "B T"] | None:
+        """Log scaling of global layers, from the absolute position; exactly 1 below the floor."""
+        if self.log_scaling is None or self.log_scaling[0] is None:
+            return None
+        floor, alpha = self.log_scaling
+        return 1.0 + alpha * jnp.log(jnp.maximum((positions + 1).astype(jnp.float32) / floor, 1.0))

@@ -1,0 +1,59 @@
+"""The small modules: linear map, RMSNorm, short convolution."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ..cache import Ring, Rows
+from ..ops import linear, rms_norm, short_conv
+
+Axes = tuple[str | None, ...]
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, fan_in: int | None = None) -> nnx.Param:
+    """A parameter drawn from N(0, 1 / fan_in), with its logical axes; `fan_in` defaults to the last axis."""
+    scale = 1 / math.sqrt(fan_in or shape[-1])
+    return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * scale).astype(dtype), axes=axes)
+
+
+def constant(value: float, shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype) -> nnx.Param:
+    return nnx.Param(jnp.full(shape, value, dtype), axes=axes)
+
+
+class Linear(nnx.Module):
+    """`x @ weight.T`, weight [out, in] as in the checkpoint."""
+
+    def __init__(self, inputs: int, outputs: int, axes: Axes, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.weight = normal(rngs, (outputs, inputs), axes, dtype)
+
+    def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
+        return linear(x, self.weight[...])
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, size: int, eps: float, axis: str | None = None, *, dtype: jnp.dtype):
+        self.weight = constant(1.0, (size,), (axis,), dtype)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*rows C"]) -> Float[Array, "*rows C"]:
+        return rms_norm(x, self.weight[...], self.eps)
+
+
+class ShortConv(nnx.Module):
+    """Depthwise causal convolution plus its own input, over new rows and the remembered rows before them."""
+
+    def __init__(self, channels: int, width: int, axis: str, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.weight = normal(rngs, (channels, width), (axis, None), dtype)
+
+    def __call__(
+        self, x: Float[Array, "B T C"], rows: Rows, ring: Ring | None
+    ) -> tuple[Float[Array, "B T C"], Ring | None]:
+        weight = self.weight[...]
+        before = weight.shape[1] - 1
+        if ring is None:
+            return short_conv(x, jnp.zeros((x.shape[0], before, x.shape[2]), x.dtype), weight), None
+        left = ring.read(rows.start - before, before)
+        return short_conv(x, left, weight), ring.write(x, rows)

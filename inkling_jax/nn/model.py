@@ -1,0 +1,124 @@
+"""The text model with its MTP depths."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ..cache import Cache, Rows
+from ..config import InklingConfig
+from ..ops import linear
+from .basic import RMSNorm, normal
+from .layer import DecoderLayer, Depth
+
+
+class Embedding(nnx.Module):
+    """Token rows, normed: what the backbone and every depth start from."""
+
+    def __init__(self, config: InklingConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.weight = normal(rngs, (config.vocab_size, config.hidden_size), ("vocab", "hidden"), dtype)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, "hidden", dtype=dtype)
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        return self.norm(self.weight[...][tokens])
+
+
+class Unembedding(nnx.Module):
+    """The LM head. The padded part of the vocabulary never leaves it."""
+
+    def __init__(self, config: InklingConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.weight = normal(rngs, (config.vocab_size, config.hidden_size), ("vocab", "hidden"), dtype)
+        self.real, self.divisor = config.real_vocab_size, config.logits_divisor
+
+    def __call__(self, h: Float[Array, "B T H"]) -> Float[Array, "B T V"]:
+        return linear(h, self.weight[...], jnp.float32)[..., : self.real] / self.divisor
+
+
+class InklingModel(nnx.Module):
+    """An Inkling text model: embedding, a list of decoder layers, final norm, LM head, MTP depths.
+
+    Random initialisation: matrices N(0, 1 / fan_in), norms and scales 1, selection bias 0.
+    """
+
+    def __init__(self, config: InklingConfig, *, dtype: jnp.dtype = jnp.dtype(jnp.bfloat16), rngs: nnx.Rngs):
+        dtype = jnp.dtype(dtype)
+        self.chained = config.chain_norm
+        self.embed = Embedding(config, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [
+                DecoderLayer(config, config.is_local(i), config.is_dense(i), dtype=dtype, rngs=rngs)
+                for i in range(config.num_layers)
+            ]
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, "hidden", dtype=dtype)
+        self.unembed = Unembedding(config, dtype=dtype, rngs=rngs)
+        self.mtp = nnx.List(
+            [Depth(config, config.mtp_is_local(d), dtype=dtype, rngs=rngs) for d in range(config.mtp_depths)]
+        )
+        if config.chain_norm:
+            self.mtp_chain_norm = RMSNorm(config.hidden_size, config.norm_eps, "hidden", dtype=dtype)
+
+    def hidden(
+        self, x: Float[Array, "B T H"], rows: Rows | None = None, cache: Cache | None = None
+    ) -> tuple[Float[Array, "B T H"], Cache | None]:
+        """Embedded rows to hidden rows after the final norm; with a cache, the rows continue what it holds.
+
+        Without `rows` every row is real and starts at position 0. Differentiable without a cache.
+        """
+        rows = rows or _whole(x)
+        layers = []
+        for i, layer in enumerate(self.layers):
+            own = None if cache is None else cache.layers[i]
+            x, own = layer(x, rows, own, None if cache is None or own is None else cache.page_table(own))
+            layers.append(own)
+        if cache is not None:
+            cache = dataclasses.replace(cache, layers=tuple(layers))
+        return self.norm(x), cache
+
+    def logits(self, h: Float[Array, "B T H"]) -> Float[Array, "B T V"]:
+        """float32 logits over the real vocabulary: `(h / divisor) U^T`. Of the final norm's output, or of a depth's."""
+        return self.unembed(h)
+
+    def depth(
+        self,
+        d: int,
+        h_prev: Float[Array, "B T H"],
+        e: Float[Array, "B T H"],
+        rows: Rows | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[Float[Array, "B T H"], Cache | None]:
+        """Depth `d` on rows i: from `h_prev[i]` and the embedding of token i + d + 1, the row that predicts i + d + 2.
+
+        `h_prev` is what `hidden` gave for d = 0 and what depth d - 1 gave otherwise.
+        """
+        rows = rows or _whole(h_prev)
+        if d > 0 and self.chained:
+            h_prev = self.mtp_chain_norm(h_prev)
+        own = None if cache is None else cache.depths[d]
+        table = None if cache is None or own is None else cache.page_table(own)
+        out, own = self.mtp[d](h_prev, e, rows, own, table)
+        if cache is not None and own is not None:
+            cache = dataclasses.replace(cache, depths=(*cache.depths[:d], own, *cache.depths[d + 1 :]))
+        return out, cache
+
+
+def _whole(x: Float[Array, "B T H"]) -> Rows:
+    return Rows(jnp.zeros(x.shape[0], jnp.int32), jnp.full(x.shape[0], x.shape[1], jnp.int32))
+
+
+def _abstract(config: InklingConfig, dtype: jnp.dtype) -> dict[str, nnx.Variable]:
+    model = nnx.eval_shape(lambda: InklingModel(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): variable for path, variable in flat}
+
+
+def abstract_parameters(config: InklingConfig, dtype: str | jnp.dtype = "bfloat16") -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every parameter by its dotted path, from the modules themselves; nothing is allocated."""
+    return {path: variable.get_value() for path, variable in _abstract(config, jnp.dtype(dtype)).items()}
+
+
+def logical_axes(config: InklingConfig) -> dict[str, tuple[str | None, ...]]:
+    """The logical axes of every parameter by its dotted path: the input of any sharding."""
+    return {path: variable.get_metadata()["axes"] for path, variable in _abstract(config, jnp.dtype("bfloat16")).items()}

@@ -1,0 +1,28 @@
+"""Which experts a row visits, and with which weights."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from .linear import linear
+
+
+def route(
+    x: Float[Array, "M H"],
+    weight: Float[Array, "ES H"],
+    bias: Float[Array, " E"],
+    scale: Float[Array, ""],
+    experts_per_token: int,
+) -> tuple[Int[Array, "M A"], Float[Array, "M AS"]]:
+    """Expert ids and float32 weights, the shared experts' weights last.
+
+    The first E rows of `weight` score the routed experts, the rest the shared ones. Chosen are the largest
+    `sigmoid(logit) + bias` (ties to the lowest index); the weights come from the un-biased logits of the chosen and
+    the shared experts, a softmax over their log-sigmoids, times `scale`.
+    """
+    experts = bias.shape[0]
+    logits = linear(x.astype(jnp.float32), weight.astype(jnp.float32))
+    _, ids = lax.top_k(jax.nn.sigmoid(logits[:, :experts]) + bias, experts_per_token)
+    chosen = jnp.concatenate([jnp.take_along_axis(logits, ids, axis=1), logits[:, experts:]], axis=1)
+    return ids, jax.nn.softmax(jax.nn.log_sigmoid(chosen), axis=-1) * scale
