@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from .config import InklingConfig
 
 PAGE_SIZE = 64
 STATIC: dict[str, Any] = {"static": True}
+Leaf = Any  # an array, or what stands in for one while JAX takes a tree apart and rebuilds it
 
 
 @jax.tree_util.register_dataclass
@@ -24,8 +26,8 @@ STATIC: dict[str, Any] = {"static": True}
 class Rows:
     """New rows of a batch: row t of sequence b stands at position `start[b] + t` and is real when `t < count[b]`."""
 
-    start: Int[Array, " B"]
-    count: Int[Array, " B"]
+    start: Leaf  # int32 [B]
+    count: Leaf  # int32 [B]
 
     def positions(self, new: int) -> Int[Array, "B T"]:
         return self.start[:, None] + jnp.arange(new, dtype=jnp.int32)
@@ -44,8 +46,8 @@ class Rows:
 class PagedKV:
     """Keys and values of one layer. `ring`: rows a sequence keeps (the window's), None where it keeps all."""
 
-    k: Float[Array, "P K page D"]
-    v: Float[Array, "P K page D"]
+    k: Leaf  # [P, K, page, D]
+    v: Leaf  # [P, K, page, D]
     ring: int | None = field(default=None, metadata=STATIC)
 
     def write(
@@ -85,7 +87,7 @@ class PagedKV:
 class Ring:
     """The last rows of a stream, position p in row p % size."""
 
-    rows: Float[Array, "B size C"]
+    rows: Leaf  # [B, size, C]
 
     def read(self, first: Int[Array, " B"], count: int) -> Float[Array, "B count C"]:
         """Rows at positions first .. first + count - 1; zeros before the start of the sequence."""
@@ -119,8 +121,8 @@ class Cache:
 
     layers: tuple[LayerCache, ...]
     depths: tuple[LayerCache, ...]
-    global_pages: Int[Array, "B pages"]
-    local_pages: Int[Array, "B pages"]
+    global_pages: Leaf  # int32 [B, pages]
+    local_pages: Leaf  # int32 [B, pages]
 
     def page_table(self, layer: LayerCache) -> Int[Array, "B pages"]:
         return self.global_pages if layer.kv.ring is None else self.local_pages
@@ -145,7 +147,7 @@ class CacheShape:
         return min(self.width, -(-(config.window - 1 + self.rows) // self.page_size))
 
 
-def make_cache(config: InklingConfig, shape: CacheShape, dtype: jnp.dtype) -> Cache:
+def make_cache(config: InklingConfig, shape: CacheShape, dtype: DTypeLike) -> Cache:
     """An empty cache. Its page tables are unallocated; `allocate_pages` makes real ones."""
     layers = [config.is_local(i) for i in range(config.num_layers)]
     depths = [config.mtp_is_local(d) for d in range(shape.drafts)]
@@ -158,7 +160,7 @@ def make_cache(config: InklingConfig, shape: CacheShape, dtype: jnp.dtype) -> Ca
     )
 
 
-def _layer_cache(config: InklingConfig, local: bool, shape: CacheShape, dtype: jnp.dtype) -> LayerCache:
+def _layer_cache(config: InklingConfig, local: bool, shape: CacheShape, dtype: DTypeLike) -> LayerCache:
     attention = config.attention(local)
     per_sequence = shape.local_pages(config)
     pages = shape.batch * per_sequence if local else shape.pages

@@ -108,7 +108,7 @@ class InklingConfig:
         return d in self.mtp_local
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], source: str = "config.json") -> Self:
+    def from_dict(cls, raw: Mapping[str, Any], source: str = "config.json") -> "InklingConfig":
         """Read a parsed config of either spelling; `source` names it in errors.
 
         Raises `ConfigError` naming the source, the field, its value and what was expected. Keys of the text config that
@@ -120,7 +120,7 @@ class InklingConfig:
             raise ConfigError(f"{source}: {error}") from None
 
     @classmethod
-    def from_path(cls, path: str | Path) -> Self:
+    def from_path(cls, path: str | Path) -> "InklingConfig":
         """Read a `config.json`, or the one in a directory.
 
         Raises `CheckpointError` when there is none or it is not JSON, else as `from_dict`.
@@ -130,7 +130,7 @@ class InklingConfig:
         return cls.from_dict(read_json(path), str(path))
 
     @classmethod
-    def from_name(cls, name: str) -> Self:
+    def from_name(cls, name: str) -> "InklingConfig":
         """One of the published sizes: `inkling`, `inkling-small`, or `slice-8`, a few wide layers for measurements."""
         if name not in PRESETS:
             raise ConfigError(f"no config is called {name!r}; expected one of {', '.join(PRESETS)}")

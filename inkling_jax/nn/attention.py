@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..cache import LayerCache, Rows
@@ -13,7 +14,7 @@ from .basic import Linear, RMSNorm, ShortConv, normal
 class Attention(nnx.Module):
     """One layer's attention, local or global; the two kinds may differ in heads, KV heads and head_dim."""
 
-    def __init__(self, config: InklingConfig, local: bool, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: InklingConfig, local: bool, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.shape = shape = config.attention(local)
         self.log_scaling = None if local else (config.log_scaling_floor, config.log_scaling_alpha)
         hidden, queries, keys = config.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..cache import Ring, Rows
@@ -13,20 +14,20 @@ from ..ops import linear, rms_norm, short_conv
 Axes = tuple[str | None, ...]
 
 
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, fan_in: int | None = None) -> nnx.Param:
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, dtype: DTypeLike, fan_in: int | None = None) -> nnx.Param:
     """A parameter drawn from N(0, 1 / fan_in), with its logical axes; `fan_in` defaults to the last axis."""
     scale = 1 / math.sqrt(fan_in or shape[-1])
     return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * scale).astype(dtype), axes=axes)
 
 
-def constant(value: float, shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype) -> nnx.Param:
+def constant(value: float, shape: tuple[int, ...], axes: Axes, dtype: DTypeLike) -> nnx.Param:
     return nnx.Param(jnp.full(shape, value, dtype), axes=axes)
 
 
 class Linear(nnx.Module):
     """`x @ weight.T`, weight [out, in] as in the checkpoint."""
 
-    def __init__(self, inputs: int, outputs: int, axes: Axes, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, outputs: int, axes: Axes, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = normal(rngs, (outputs, inputs), axes, dtype)
 
     def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
@@ -34,7 +35,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    def __init__(self, size: int, eps: float, axis: str | None = None, *, dtype: jnp.dtype):
+    def __init__(self, size: int, eps: float, axis: str | None = None, *, dtype: DTypeLike):
         self.weight = constant(1.0, (size,), (axis,), dtype)
         self.eps = eps
 
@@ -45,7 +46,7 @@ class RMSNorm(nnx.Module):
 class ShortConv(nnx.Module):
     """Depthwise causal convolution plus its own input, over new rows and the remembered rows before them."""
 
-    def __init__(self, channels: int, width: int, axis: str, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, channels: int, width: int, axis: str, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = normal(rngs, (channels, width), (axis, None), dtype)
 
     def __call__(

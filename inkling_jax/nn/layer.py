@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..cache import LayerCache, Rows
@@ -16,7 +17,7 @@ from .mlp import DenseMLP, MoE
 class DecoderLayer(nnx.Module):
     """`x + sconv(attention(norm x))`, then `x + sconv(mlp(norm x))`: each branch has two residuals, both real."""
 
-    def __init__(self, config: InklingConfig, local: bool, dense: bool, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: InklingConfig, local: bool, dense: bool, *, dtype: DTypeLike, rngs: nnx.Rngs):
         hidden, eps, width = config.hidden_size, config.norm_eps, config.conv_width
         self.attn_norm = RMSNorm(hidden, eps, "hidden", dtype=dtype)
         self.attn = Attention(config, local, dtype=dtype, rngs=rngs)
@@ -45,7 +46,7 @@ class DecoderLayer(nnx.Module):
 class Depth(nnx.Module):
     """One MTP depth: joins the previous hidden row with a later token's embedding, then one dense decoder layer."""
 
-    def __init__(self, config: InklingConfig, local: bool, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: InklingConfig, local: bool, *, dtype: DTypeLike, rngs: nnx.Rngs):
         hidden, eps = config.hidden_size, config.norm_eps
         self.hidden_norm = RMSNorm(hidden, eps, "hidden", dtype=dtype)
         self.embed_norm = RMSNorm(hidden, eps, "hidden", dtype=dtype)

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..cache import Rows
@@ -13,7 +14,7 @@ from .basic import constant, normal
 class DenseMLP(nnx.Module):
     """SwiGLU, then the learned scalar `scale`."""
 
-    def __init__(self, config: InklingConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: InklingConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         hidden, width = config.hidden_size, config.dense_size
         self.w13 = normal(rngs, (2, width, hidden), (None, "mlp", "hidden"), dtype)
         self.w2 = normal(rngs, (hidden, width), ("hidden", "mlp"), dtype)
@@ -26,7 +27,7 @@ class DenseMLP(nnx.Module):
 class Router(nnx.Module):
     """Scores of the routed experts, then of the shared ones. Bias and scale stay float32."""
 
-    def __init__(self, config: InklingConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: InklingConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         outputs = config.num_experts + config.num_shared_experts
         self.weight = normal(rngs, (outputs, config.hidden_size), (None, "hidden"), dtype)
         self.bias = constant(0.0, (config.num_experts,), (None,), jnp.float32)
@@ -36,14 +37,14 @@ class Router(nnx.Module):
 class Experts(nnx.Module):
     """Stacked SwiGLU experts; the leading axis is `axis`."""
 
-    def __init__(self, count: int, config: InklingConfig, axis: str | None, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, count: int, config: InklingConfig, axis: str | None, *, dtype: DTypeLike, rngs: nnx.Rngs):
         hidden, width = config.hidden_size, config.expert_size
         self.w13 = normal(rngs, (count, 2, width, hidden), (axis, None, "expert_mlp", "hidden"), dtype)
         self.w2 = normal(rngs, (count, hidden, width), (axis, "hidden", "expert_mlp"), dtype)
 
 
 class MoE(nnx.Module):
-    def __init__(self, config: InklingConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: InklingConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.router = Router(config, dtype=dtype, rngs=rngs)
         self.experts = Experts(config.num_experts, config, "expert", dtype=dtype, rngs=rngs)
         self.shared = Experts(config.num_shared_experts, config, None, dtype=dtype, rngs=rngs)

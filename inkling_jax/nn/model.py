@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..cache import Cache, Rows
@@ -17,7 +18,7 @@ from .layer import DecoderLayer, Depth
 class Embedding(nnx.Module):
     """Token rows, normed: what the backbone and every depth start from."""
 
-    def __init__(self, config: InklingConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: InklingConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = normal(rngs, (config.vocab_size, config.hidden_size), ("vocab", "hidden"), dtype)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, "hidden", dtype=dtype)
 
@@ -28,7 +29,7 @@ class Embedding(nnx.Module):
 class Unembedding(nnx.Module):
     """The LM head. The padded part of the vocabulary never leaves it."""
 
-    def __init__(self, config: InklingConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: InklingConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = normal(rngs, (config.vocab_size, config.hidden_size), ("vocab", "hidden"), dtype)
         self.real, self.divisor = config.real_vocab_size, config.logits_divisor
 
@@ -42,7 +43,7 @@ class InklingModel(nnx.Module):
     Random initialisation: matrices N(0, 1 / fan_in), norms and scales 1, selection bias 0.
     """
 
-    def __init__(self, config: InklingConfig, *, dtype: jnp.dtype = jnp.dtype(jnp.bfloat16), rngs: nnx.Rngs):
+    def __init__(self, config: InklingConfig, *, dtype: DTypeLike = "bfloat16", rngs: nnx.Rngs):
         dtype = jnp.dtype(dtype)
         self.chained = config.chain_norm
         self.embed = Embedding(config, dtype=dtype, rngs=rngs)
@@ -108,13 +109,13 @@ def _whole(x: Float[Array, "B T H"]) -> Rows:
     return Rows(jnp.zeros(x.shape[0], jnp.int32), jnp.full(x.shape[0], x.shape[1], jnp.int32))
 
 
-def _abstract(config: InklingConfig, dtype: jnp.dtype) -> dict[str, nnx.Variable]:
+def _abstract(config: InklingConfig, dtype: DTypeLike) -> dict[str, nnx.Variable]:
     model = nnx.eval_shape(lambda: InklingModel(config, dtype=dtype, rngs=nnx.Rngs(0)))
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)): variable for path, variable in flat}
 
 
-def abstract_parameters(config: InklingConfig, dtype: str | jnp.dtype = "bfloat16") -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_parameters(config: InklingConfig, dtype: DTypeLike = "bfloat16") -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter by its dotted path, from the modules themselves; nothing is allocated."""
     return {path: variable.get_value() for path, variable in _abstract(config, jnp.dtype(dtype)).items()}
 

@@ -61,7 +61,7 @@ def _accumulate(
     scores: Float[Array, "B K G T S"],
     v: Float[Array, "B S K D"],
     tau: Float[Array, "B T"] | None,
-    visible: Bool[Array, "#B T S"],
+    visible: Bool[Array, "#B #T S"],
 ) -> Softmax:
     if tau is not None:
         scores = scores * tau[:, None, None, :, None]

@@ -1,6 +1,5 @@
 """The mixture of experts: every row through the few experts it was routed to, never through all."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
