@@ -114,7 +114,7 @@ def _listen() -> None:
         monitoring.register_event_duration_secs_listener(_on_event)
 
 
-def _on_event(event: str, duration: float, **_: str | int) -> None:
+def _on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
     watch = _active.watch
     if watch is None:
         return

@@ -93,7 +93,11 @@ def test_the_default_directory_follows_xdg(monkeypatch, tmp_path):
     assert compilation.default_cache_dir() == tmp_path / "inkling_jax" / "compilation"
 
 
-ENABLE = "from inkling_jax import compilation as c; import jax; print(c.enable_cache(), jax.config.jax_compilation_cache_dir)"
+ENABLE = """
+import jax
+from inkling_jax import compilation
+print(compilation.enable_cache(), jax.config.jax_compilation_cache_dir)
+"""
 
 
 def enabled(**environment: str) -> str:

@@ -1,0 +1,34 @@
+"""Write a checkpoint again in the other layout, tensor by tensor; the values stay the same bits."""
+
+import argparse
+from pathlib import Path
+
+from inkling_jax.checkpoint import convert
+
+HELP = "write a checkpoint in the other layout"
+EXAMPLES = """\
+examples:
+  inkling-jax convert nano ./nano-hf --layout transformers
+  inkling-jax convert ./Inkling-Small-hf ./Inkling-Small --layout original
+
+The destination must be new or empty. Vision and audio tensors are left out, with a line that says so.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("src", metavar="SRC", help='a directory, a hub id, or "nano"')
+    parser.add_argument("dst", metavar="DST", type=Path, help="the directory to write")
+    parser.add_argument(
+        "--layout",
+        required=True,
+        choices=("original", "transformers"),
+        help="original: the names of the published checkpoints; transformers: those of the library",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    convert(arguments.src, arguments.dst, arguments.layout, progress=True)
+    files = [file for file in arguments.dst.iterdir() if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    print(f"wrote {arguments.dst}: {arguments.layout} layout, {len(files)} files, {size / 1e9:.3g} GB")
+    return 0

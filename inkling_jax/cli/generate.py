@@ -1,0 +1,129 @@
+"""Continue a prompt. The text appears as it is made; a line of statistics follows on standard error."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from inkling_jax.model import Inkling, Statistics, load
+
+from .arguments import probability, temperature, token_ids, whole
+
+HELP = "continue a prompt"
+EXAMPLES = """\
+examples:
+  inkling-jax generate --prompt "def mean(values):"
+  inkling-jax generate --model ./Inkling-Small --file prompt.txt --max-new-tokens 500
+  echo "import " | inkling-jax generate --temperature 0.8 --top-p 0.95 --seed 7
+  inkling-jax generate --prompt "class Stack:" --stop "class " --stop "def test"
+  inkling-jax generate --tokens 17,4,256 --json          a checkpoint without a tokenizer
+
+Drafts (--draft-tokens) change the speed, never the text or its distribution; 0 decodes plainly.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="nano", help='a directory, a hub id, or "nano" (default)')
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and activations")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue (default: standard input)")
+    prompt.add_argument("--file", metavar="PATH", help="read the prompt from a file; - is standard input")
+    prompt.add_argument("--tokens", metavar="IDS", type=token_ids, help="the prompt as token ids: 1,2,3")
+    parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=128, help="default 128")
+    parser.add_argument("--draft-tokens", metavar="N", type=whole(0), help="drafts a round, 0 to the number of MTP depths")
+    parser.add_argument("--temperature", metavar="X", type=temperature, default=0.0, help="0 (default) is greedy")
+    parser.add_argument("--top-k", metavar="N", type=whole(1), help="sample among the N likeliest tokens")
+    parser.add_argument("--top-p", metavar="X", type=probability, help="sample among the likeliest that sum to X")
+    parser.add_argument("--seed", metavar="N", type=whole(0), default=0, help="of sampling (default 0)")
+    parser.add_argument("--stop", metavar="TEXT", action="append", help="end before this text; may be repeated")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of streaming")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    prompt = _prompt(arguments)
+    model = load(arguments.model, dtype=arguments.dtype)
+    names = ("max_new_tokens", "draft_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+    settings = {name: getattr(arguments, name) for name in names}
+    if arguments.json:
+        _print_json(model, prompt, settings)
+    else:
+        _stream(model, prompt, settings)
+    return 0
+
+
+def _prompt(arguments: argparse.Namespace) -> str | list[int]:
+    if arguments.tokens is not None:
+        return arguments.tokens
+    if arguments.prompt is not None:
+        return arguments.prompt
+    if arguments.file not in (None, "-"):
+        return _read_text(Path(arguments.file))
+    if arguments.file is None and sys.stdin.isatty():
+        raise ValueError("no prompt: give --prompt, --file or --tokens, or text on standard input")
+    text = sys.stdin.read()
+    if not text:
+        raise ValueError("the prompt on standard input is empty")
+    return text
+
+
+def _read_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error})") from None
+    except OSError as error:
+        raise ValueError(f"--file {path}: {error.strerror}") from None
+    if not text:
+        raise ValueError(f"{path}: the file is empty")
+    return text
+
+
+def _stream(model: Inkling, prompt: str | list[int], settings: dict[str, Any]) -> None:
+    if model.tokenizer is None:
+        generation = model.generate([prompt], **settings)
+        print(",".join(map(str, generation[0].tokens)))
+        statistics = generation.stats
+    else:
+        stream = model.stream(prompt, **settings)
+        for piece in stream:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        print()
+        statistics = stream.stats
+    print(summary(statistics), file=sys.stderr)
+
+
+def _print_json(model: Inkling, prompt: str | list[int], settings: dict[str, Any]) -> None:
+    generation = model.generate([prompt], **settings)
+    completion, statistics = generation[0], generation.stats
+    result = {
+        "text": completion.text,
+        "tokens": [int(token) for token in completion.tokens],
+        "finish_reason": completion.finish_reason,
+        "statistics": {
+            "rounds": int(statistics.rounds),
+            "tokens": int(statistics.tokens),
+            "tokens_per_round": _finite(statistics.tokens_per_round),
+            "acceptance": [_finite(rate) for rate in statistics.acceptance],
+            "prefill_seconds": _finite(statistics.prefill_seconds),
+            "decode_seconds": _finite(statistics.decode_seconds),
+        },
+    }
+    print(json.dumps(result, allow_nan=False))
+
+
+def summary(statistics: Statistics) -> str:
+    """One line for a person: tokens, rounds, acceptance by draft position, time."""
+    parts = [f"{statistics.tokens} tokens in {statistics.rounds} rounds ({statistics.tokens_per_round:.2f} a round)"]
+    if statistics.acceptance:
+        rates = " ".join("-" if math.isnan(rate) else f"{100 * rate:.0f}" for rate in statistics.acceptance)
+        parts.append(f"drafts accepted by position: {rates} %")
+    parts.append(f"prefill {statistics.prefill_seconds:.2f} s, decode {statistics.decode_seconds:.2f} s")
+    return "; ".join(parts)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN: a rate of nothing is null."""
+    return float(value) if math.isfinite(value) else None
