@@ -1,0 +1,131 @@
+"""What is in a checkpoint, from its headers; or what would be, from a config alone."""
+
+import os
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inkling_jax.config import InklingConfig
+from inkling_jax.nn import abstract_parameters
+from inkling_jax.spelling import Layout
+
+from .files import DTYPES, INDEX, Tensor, list_tensors
+from .hub import resolve
+from .plan import Plan, make_plan
+
+# The parts of the model, in the order of reading; the first pattern that matches a path decides.
+_PARTS = (
+    ("mtp", r"mtp"),
+    ("embedding", r"embed\.weight"),
+    ("unembedding", r"unembed\."),
+    ("norms and convolutions", r".*(norm|conv)\.weight$"),
+    ("attention", r".*\.attn\."),
+    ("router", r".*\.router\."),
+    ("experts", r".*\.experts\."),
+    ("shared experts", r".*\.shared\."),
+    ("dense mlp", r".*\.mlp\."),
+)
+TOWERS = "towers (not loaded)"
+
+
+@dataclass(frozen=True, slots=True)
+class PartSize:
+    """Parameters of a part, and their bytes as stored."""
+
+    parameters: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "PartSize") -> "PartSize":
+        return PartSize(self.parameters + other.parameters, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A checkpoint at a glance.
+
+    `layout` is None without weights, when sizes are those of bf16 weights. `layers` and `depths` hold for each layer
+    its kind of attention ("local" or "global") and of MLP ("dense" or "experts"). The lists hold tensor names.
+    """
+
+    path: str
+    config: InklingConfig
+    layout: Layout | None
+    parts: dict[str, PartSize]
+    dtypes: dict[str, int]
+    layers: list[tuple[str, str]]
+    depths: list[tuple[str, str]]
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+    quantised: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> PartSize:
+        """Parameters and bytes of all parts together, towers included where there are any."""
+        return sum(self.parts.values(), PartSize())
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tensor is there, is expected, and can be read."""
+        return not (self.missing or self.unexpected or self.misshapen or self.quantised)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return asdict(self) | {"total": asdict(self.total), "fits": self.fits}
+
+
+def inspect(path: str | os.PathLike[str]) -> Inspection:
+    """Look at a checkpoint (as `resolve` takes it), or at a `config.json`, with or without weights beside it.
+
+    Reads no tensor data. What does not fit is listed, not raised. Raises `CheckpointError` where config or files cannot
+    be read at all.
+    """
+    file = Path(path)
+    alone = file.is_file()
+    directory = file.parent if alone else resolve(path)
+    config = InklingConfig.from_path(file if alone else directory)
+    abstract = abstract_parameters(config)
+    if alone or not ((directory / INDEX).exists() or any(directory.glob("*.safetensors"))):
+        sizes = {path: PartSize(spec.size, spec.size * spec.dtype.itemsize) for path, spec in abstract.items()}
+        dtypes = Counter(_code(spec.dtype) for spec in abstract.values())
+        return Inspection(str(path), config, None, _parts(sizes), dict(dtypes), *_layers(config))
+    tensors = list_tensors(directory)
+    plan = make_plan(tensors, {path: spec.shape for path, spec in abstract.items()}, config)
+    parts = _parts({path: _stored_size(source.tensors) for path, source in plan.sources.items()})
+    if plan.towers:
+        parts[TOWERS] = _stored_size(tuple(plan.towers))
+    dtypes = Counter(tensor.dtype for tensor in tensors.values())
+    return Inspection(str(path), config, plan.variant.layout, parts, dict(dtypes), *_layers(config), *_misfits(plan))
+
+
+def _misfits(plan: Plan) -> tuple[list[str], ...]:
+    return plan.missing, plan.unexpected, plan.misshapen, plan.quantised
+
+
+def _code(dtype: np.dtype) -> str:
+    return next(code for code, known in DTYPES.items() if known == dtype)
+
+
+def _stored_size(tensors: tuple[Tensor, ...]) -> PartSize:
+    known = [(tensor.size, DTYPES[tensor.dtype].itemsize if tensor.dtype in DTYPES else 1) for tensor in tensors]
+    return PartSize(sum(size for size, _ in known), sum(size * width for size, width in known))
+
+
+def _parts(sizes: dict[str, PartSize]) -> dict[str, PartSize]:
+    parts = {name: PartSize() for name, _ in _PARTS}
+    for path, size in sizes.items():
+        part = next(name for name, pattern in _PARTS if re.match(pattern, path))
+        parts[part] += size
+    return {name: size for name, size in parts.items() if size.parameters}
+
+
+def _layers(config: InklingConfig) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    def kind(local: bool, dense: bool) -> tuple[str, str]:
+        return "local" if local else "global", "dense" if dense else "experts"
+
+    layers = [kind(config.is_local(i), config.is_dense(i)) for i in range(config.num_layers)]
+    return layers, [kind(config.mtp_is_local(d), True) for d in range(config.mtp_depths)]
