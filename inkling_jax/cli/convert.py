@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from inkling_jax.checkpoint import convert
+from inkling_jax.checkpoint import convert, resolve
 
 HELP = "write a checkpoint in the other layout"
 EXAMPLES = """\
@@ -11,7 +11,7 @@ examples:
   inkling-jax convert nano ./nano-hf --layout transformers
   inkling-jax convert ./Inkling-Small-hf ./Inkling-Small --layout original
 
-The destination must be new or empty. Vision and audio tensors are left out, with a line that says so.
+The destination must be new or empty. Vision and audio tensors are converted too; so is the config.
 """
 
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    convert(arguments.src, arguments.dst, arguments.layout, progress=True)
+    convert(resolve(arguments.src), arguments.dst, arguments.layout, progress=True)
     files = [file for file in arguments.dst.iterdir() if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     print(f"wrote {arguments.dst}: {arguments.layout} layout, {len(files)} files, {size / 1e9:.3g} GB")

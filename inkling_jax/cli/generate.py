@@ -26,13 +26,13 @@ Drafts (--draft-tokens) change the speed, never the text or its distribution; 0 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="nano", help='a directory, a hub id, or "nano" (default)')
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and activations")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue (default: standard input)")
     prompt.add_argument("--file", metavar="PATH", help="read the prompt from a file; - is standard input")
     prompt.add_argument("--tokens", metavar="IDS", type=token_ids, help="the prompt as token ids: 1,2,3")
     parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=128, help="default 128")
-    parser.add_argument("--draft-tokens", metavar="N", type=whole(0), help="drafts a round, 0 to the number of MTP depths")
+    parser.add_argument("--draft-tokens", metavar="N", type=whole(0), help="drafts a round: 0 to the number of depths")
     parser.add_argument("--temperature", metavar="X", type=temperature, default=0.0, help="0 (default) is greedy")
     parser.add_argument("--top-k", metavar="N", type=whole(1), help="sample among the N likeliest tokens")
     parser.add_argument("--top-p", metavar="X", type=probability, help="sample among the likeliest that sum to X")

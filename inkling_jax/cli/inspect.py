@@ -1,0 +1,128 @@
+"""Show what is in a checkpoint without reading its weights, and the memory that running it takes."""
+
+import argparse
+import json
+from dataclasses import replace
+from importlib import resources
+from itertools import groupby
+from pathlib import Path
+
+from inkling_jax.cache import cache_bytes
+from inkling_jax.checkpoint import Inspection, inspect
+from inkling_jax.config import PRESETS, InklingConfig
+from inkling_jax.nn import abstract_parameters
+
+from .arguments import whole
+
+HELP = "what is in a checkpoint, and the memory it needs"
+EXAMPLES = f"""\
+examples:
+  inkling-jax inspect nano
+  inkling-jax inspect ./Inkling-Small --batch 8 --context 32768
+  inkling-jax inspect ./config.json          no weights needed
+  inkling-jax inspect inkling                a published size: {", ".join(PRESETS)}
+  inkling-jax inspect nano --json
+
+The exit code is 1 when tensors are missing, unexpected, of another shape, or quantised in a way that cannot be read.
+"""
+
+_MISFITS = {
+    "missing": "missing",
+    "unexpected": "unexpected",
+    "misshapen": "of another shape",
+    "quantised": "quantised in a way that this version does not read",
+}
+_SHOWN = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a directory, config.json, hub id, nano or published size")
+    parser.add_argument("--batch", metavar="N", type=whole(1), default=1, help="sequences at once (default 1)")
+    parser.add_argument("--context", metavar="N", type=whole(1), help="tokens of each (default: up to 8192)")
+    parser.add_argument("--draft-tokens", metavar="N", type=whole(0), help="drafts a round (default: the depths)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = _inspect(arguments.model)
+    config = found.config
+    context = _at_most("--context", arguments.context, config.max_context, default=8192)
+    drafts = _at_most("--draft-tokens", arguments.draft_tokens, config.mtp_depths, default=config.mtp_depths)
+    memory = _memory(config, arguments.batch, context, drafts, arguments.dtype)
+    if arguments.json:
+        asked = {"batch": arguments.batch, "context": context, "draft_tokens": drafts, "dtype": arguments.dtype}
+        print(json.dumps(found.to_dict() | {"memory": asked | {"bytes": memory}}, allow_nan=False))
+    else:
+        print("\n\n".join(_report(found)))
+        sequences = "1 sequence" if arguments.batch == 1 else f"{arguments.batch} sequences"
+        title = f"memory for {sequences} of {context:,} tokens, {drafts} drafts, {arguments.dtype}"
+        print(f"\n{title}\n{_table([(name, _bytes(size)) for name, size in memory.items()])}")
+    return int(not found.fits)
+
+
+def _inspect(model: str) -> Inspection:
+    if model in PRESETS and not Path(model).exists():
+        with resources.as_file(resources.files("inkling_jax") / "configs" / f"{model}.json") as file:
+            return replace(inspect(file), path=model)
+    return inspect(model)
+
+
+def _at_most(option: str, value: int | None, most: int, default: int) -> int:
+    if value is not None and value > most:
+        raise ValueError(f"argument {option}: {value} is more than this model's {most}")
+    return min(default, most) if value is None else value
+
+
+def _memory(config: InklingConfig, batch: int, context: int, drafts: int, dtype: str) -> dict[str, int]:
+    """Bytes by part. Activations and the compiler's scratch space come on top."""
+    weights = sum(spec.size * spec.dtype.itemsize for spec in abstract_parameters(config, dtype).values())
+    cache = cache_bytes(config, batch, context, drafts, dtype)
+    return {"weights": weights, **cache, "total": weights + cache["total"]}
+
+
+def _report(found: Inspection) -> list[str]:
+    """The paragraphs about the checkpoint itself."""
+    layout = f"{found.layout} layout" if found.layout else "a config without weights; sizes are those of bfloat16"
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in sorted(found.dtypes.items()))
+    rows = [(name, f"{part.parameters:,}", _bytes(part.bytes)) for name, part in found.parts.items()]
+    rows.append(("total", f"{found.total.parameters:,}", _bytes(found.total.bytes)))
+    paragraphs = [
+        f"{found.path}: {layout}\ntensors: {dtypes}",
+        _table([("part", "parameters", "size"), *rows]),
+        "layers\n" + _kinds(found.layers),
+    ]
+    if found.depths:
+        paragraphs.append("MTP depths\n" + _kinds(found.depths))
+    for field, words in _MISFITS.items():
+        if names := getattr(found, field):
+            more = [f"... and {len(names) - _SHOWN} more (--json lists all)"] if len(names) > _SHOWN else []
+            paragraphs.append(f"{len(names)} tensors {words}\n  " + "\n  ".join(names[:_SHOWN] + more))
+    return paragraphs
+
+
+def _kinds(layers: list[tuple[str, str]]) -> str:
+    """A line for each kind of layer with the ids it has, as ranges."""
+    ranges: dict[str, list[str]] = {}
+    for kind, run in groupby(enumerate(layers), key=lambda pair: pair[1]):
+        ids = [i for i, _ in run]
+        ranges.setdefault(", ".join(kind), []).append(f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0]))
+    return "\n".join(f"  {kind:<16}{', '.join(ids)}" for kind, ids in ranges.items())
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    """Columns aligned: the first to the left, the others, which hold numbers, to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(["", *map(_cell, range(len(row)), row, widths)]) for row in rows)
+
+
+def _cell(column: int, text: str, width: int) -> str:
+    return text.rjust(width) if column else text.ljust(width)
+
+
+def _bytes(size: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.2f} GB"
