@@ -1,0 +1,179 @@
+"""Prefill and the decoding loop, as pure functions of the model and a donated state.
+
+One round, with L tokens committed and the target's cache holding positions 0 .. L - 2:
+
+1. draft: the depths propose K tokens for positions L .. L + K - 1. All K come from the depths' rows at position L - 2, each depth
+   joining the previous one's output with the token that came out before it.
+2. verify: the target runs over the last committed token and the K drafts, K + 1 rows.
+3. accept a prefix of the drafts and one more token from the target; stop at an end token or at the limit.
+
+Depth d's row i is computed from the token at i + d + 1, so a draft that was rejected at position p has spoiled its rows
+p - d - 1 and later. The frontier moves by at most K + 1 a round and the deepest depth looks K tokens ahead: the 2 K rows
+before the frontier cover every spoiled row of every depth, and each round every depth runs over just these.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from ..cache import Rows
+from ..nn import InklingModel
+from .sampling import Use, accept, keys, sample
+from .state import FULL, NOT_FINITE, RUNNING, STOPPED, DecodeState, Settings
+
+Choose = Callable[[int, Float[Array, "B V"], DecodeState, Settings], Int[Array, " B"]]
+
+
+def prefill(model: InklingModel, state: DecodeState, start: Int[Array, ""], chunk: int, drafts: int) -> DecodeState:
+    """Runs positions start .. start + chunk - 1 of every prompt through the target and the drafting depths.
+
+    The last token of a prompt is left to the first round. A depth's row waits until its token is there: depth d covers
+    positions up to length - 2 - d, and the first round's window does the rest.
+    """
+    first = jnp.full_like(state.length, start)
+
+    def rows(ahead: int) -> Rows:
+        return Rows(first, jnp.clip(state.length - 1 - ahead - start, 0, chunk))
+
+    h, cache = model.hidden(model.embed(_tokens(state, first, chunk)), rows(0), state.cache)
+    hidden = state.hidden.write(h, rows(0))
+    for d in range(drafts):
+        h, cache = model.depth(d, h, model.embed(_tokens(state, first + d + 1, chunk)), rows(d + 1), cache)
+    return dataclasses.replace(state, cache=_some(cache), hidden=hidden)
+
+
+def decode(
+    model: InklingModel,
+    state: DecodeState,
+    settings: Settings,
+    rounds: Int[Array, ""],
+    drafts: int,
+    choose: Choose | None = None,
+) -> DecodeState:
+    """Runs up to `rounds` rounds, fewer when every sequence has finished. `choose` replaces how a depth picks its draft."""
+
+    def unfinished(carry: tuple[Int[Array, ""], DecodeState]):
+        done, state = carry
+        return (done < rounds) & jnp.any(state.status == RUNNING)
+
+    def step(carry: tuple[Int[Array, ""], DecodeState]):
+        done, state = carry
+        return done + 1, one_round(model, state, settings, drafts, choose or pick)
+
+    return lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), state))[1]
+
+
+def one_round(
+    model: InklingModel, state: DecodeState, settings: Settings, drafts: int, choose: Choose
+) -> DecodeState:
+    """Draft, verify, accept, commit."""
+    state, draft_logits, offered = propose(model, state, settings, drafts, choose)
+    proposed = _tokens(state, state.length, drafts)
+    state, target_logits = verify(model, state, drafts)
+    count, bonus = accept(proposed, draft_logits, target_logits, offered, state.length, settings)
+    # A sum or a maximum over NaN is NaN; only rows that are about to be committed matter.
+    finite = jnp.isfinite(target_logits.max(axis=-1)) | (jnp.arange(drafts + 1) > count[:, None])
+    return commit(state, settings, proposed, count, bonus, offered, finite.all(axis=1))
+
+
+def pick(j: int, logits: Float[Array, "B V"], state: DecodeState, settings: Settings) -> Int[Array, " B"]:
+    """Draft j as its depth would have it: greedy, or sampled with the sequence's settings."""
+    return sample(logits, settings, keys(settings, state.length + j, Use.DRAFT))
+
+
+def propose(
+    model: InklingModel, state: DecodeState, settings: Settings, drafts: int, choose: Choose
+) -> tuple[DecodeState, list[Float[Array, "B V"]], Int[Array, " B"]]:
+    """The depths' drafts, written behind the committed tokens; their logits; and how many of them may be verified.
+
+    A sequence of one token has no hidden row to draft from. A depth whose logits are not finite ends the offer.
+    """
+    window = 2 * drafts
+    running = state.status == RUNNING
+    start = jnp.maximum(state.length - 1 - window, 0)
+    rows = Rows(start, jnp.where(running, jnp.minimum(state.length - 1, window), 0))
+    last = jnp.maximum(rows.count - 1, 0)
+    offered = jnp.where(rows.count > 0, drafts, 0)
+    h, cache, logits = state.hidden.read(start, window), state.cache, []
+    for d in range(drafts):
+        h, cache = model.depth(d, h, model.embed(_tokens(state, start + d + 1, window)), rows, cache)
+        row = jnp.take_along_axis(h, last[:, None, None], axis=1)
+        logits.append(model.logits(row)[:, 0])
+        token = choose(d, logits[-1], state, settings)
+        offered = jnp.where(jnp.isfinite(logits[-1].max(axis=-1)), offered, jnp.minimum(offered, d))
+        state = dataclasses.replace(state, tokens=_put(state.tokens, state.length + d, token))
+    return dataclasses.replace(state, cache=_some(cache)), logits, offered
+
+
+def verify(model: InklingModel, state: DecodeState, drafts: int) -> tuple[DecodeState, Float[Array, "B rows V"]]:
+    """The target over the last committed token and the drafts: row j gives the logits for position length + j."""
+    rows = Rows(state.length - 1, jnp.where(state.status == RUNNING, drafts + 1, 0))
+    tokens = _tokens(state, state.length - 1, drafts + 1)
+    h, cache = model.hidden(model.embed(tokens), rows, state.cache)
+    state = dataclasses.replace(state, cache=_some(cache), hidden=state.hidden.write(h, rows))
+    return state, model.logits(h)
+
+
+def commit(
+    state: DecodeState,
+    settings: Settings,
+    proposed: Int[Array, "B drafts"],
+    count: Int[Array, " B"],
+    bonus: Int[Array, " B"],
+    offered: Int[Array, " B"],
+    finite: Int[Array, " B"],
+) -> DecodeState:
+    """The one place where tokens become final: `count` drafts and the bonus, cut at an end token and at the limit."""
+    drafts = proposed.shape[1]
+    step = jnp.arange(drafts + 1)
+    running = state.status == RUNNING
+    new = jnp.where(step == count[:, None], bonus[:, None], jnp.pad(proposed, ((0, 0), (0, 1))))
+    room = jnp.minimum(count + 1, state.limit - state.length)
+    ends = (new[:, :, None] == settings.stop_ids[:, None, :]).any(axis=-1) & (step < room[:, None])
+    stopped = ends.any(axis=1)
+    added = jnp.where(stopped, jnp.argmax(ends, axis=1) + 1, room)
+    added = jnp.where(running & finite, added, 0)
+    length = state.length + added
+
+    at = state.length[:, None] + step
+    at = jnp.where(step < added[:, None], at, state.tokens.shape[1])
+    turned_down = (step == count[:, None]) & (count < offered)[:, None]
+    refused = jnp.where(turned_down, jnp.pad(proposed, ((0, 0), (0, 1))), -1)
+    status = jnp.where(stopped, STOPPED, jnp.where(length >= state.limit, FULL, RUNNING))
+    status = jnp.where(finite, status, NOT_FINITE)
+    tried = running[:, None] & (jnp.arange(drafts) < offered[:, None])
+    return dataclasses.replace(
+        state,
+        tokens=_scatter(state.tokens, at, new),
+        drafted=_scatter(state.drafted, at, jnp.where(step < count[:, None], step + 1, 0)),
+        rejected=_scatter(state.rejected, at, refused),
+        length=length,
+        status=jnp.where(running, status, state.status),
+        rounds=state.rounds + running,
+        offered=state.offered + tried,
+        accepted=state.accepted + (tried & (jnp.arange(drafts) < count[:, None])),
+    )
+
+
+def _tokens(state: DecodeState, first: Int[Array, " B"], count: int) -> Int[Array, "B count"]:
+    at = first[:, None] + jnp.arange(count)
+    return jnp.take_along_axis(state.tokens, jnp.clip(at, 0, state.tokens.shape[1] - 1), axis=1)
+
+
+def _put(tokens: Int[Array, "B capacity"], at: Int[Array, " B"], token: Int[Array, " B"]) -> Int[Array, "B capacity"]:
+    return _scatter(tokens, at[:, None], token[:, None])
+
+
+def _scatter(
+    target: Int[Array, "B capacity"], at: Int[Array, "B n"], values: Int[Array, "B n"]
+) -> Int[Array, "B capacity"]:
+    """Writes along the second axis; places at or past the end are dropped."""
+    return target.at[jnp.arange(target.shape[0])[:, None], at].set(values.astype(target.dtype), mode="drop")
+
+
+def _some[X](value: X | None) -> X:
+    assert value is not None
+    return value
