@@ -28,7 +28,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where each parameter is, and everything that does not fit: lists of tensor names, or lines that begin with one."""
+    """Where each parameter is, and what does not fit: lists of tensor names, or of lines that begin with one."""
 
     variant: Variant
     sources: dict[str, Source]
