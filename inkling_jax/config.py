@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from inkling_jax import spelling
 from inkling_jax.errors import CheckpointError, ConfigError

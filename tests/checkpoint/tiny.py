@@ -66,7 +66,7 @@ def _interleave(w13: np.ndarray) -> np.ndarray:
 
 
 def _layers(params: Tensors) -> Iterator[tuple[str, str, str, bool]]:
-    """Of each decoder layer: its prefix in paths, in the original and in transformers' layout, and whether it is dense."""
+    """Of each decoder layer: its prefix in paths, in the original and the other layout, and whether it is dense."""
     for i in range(CONFIG.num_layers):
         yield f"layers.{i}.", f"model.llm.layers.{i}.", f"layers.{i}.", CONFIG.is_dense(i)
     for d in range(CONFIG.mtp_depths):
@@ -180,7 +180,7 @@ def nested_config(layout: str) -> dict[str, Any]:
 def write(
     directory: Path, tensors: Tensors, raw: dict[str, Any] | None = None, shards: int = 0, mtp_file=False
 ) -> Path:
-    """A checkpoint of one file, or of numbered shards with an index; with the MTP tensors in a file of their own or not."""
+    """A checkpoint of one file, or of numbered shards with an index; `mtp_file` puts the depths into one of their own."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw or CONFIG.to_dict("original")))
     if mtp_file:
