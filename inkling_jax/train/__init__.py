@@ -1,0 +1,1 @@
+"""How the bundled checkpoint `nano` was trained: `python -m inkling_jax.train --help`."""
