@@ -52,25 +52,26 @@ def enable_cache() -> Path | None:
 
 
 @contextmanager
-def announce(what: str) -> Iterator[None]:
+def announce(what: str) -> Iterator["Watch"]:
     """Say on stderr that `what` is compiling, when a compile inside this block takes long, and how long it took.
 
-    Put it around one jitted call. The time counts tracing, lowering and the backend. Blocks nest, and
-    other threads are not heard: JAX calls its listeners on the thread that compiles.
+    Put it around one jitted call. The time counts tracing, lowering and the backend; what the block yields has it as
+    `seconds`. Blocks nest, and other threads are not heard: JAX calls its listeners on the thread that compiles.
     """
     _listen()
-    outer, _active.watch = _active.watch, _Watch(what)
+    outer, _active.watch = _active.watch, Watch(what)
     try:
-        yield
+        yield _active.watch
     finally:
         _active.watch.stop()
         _active.watch = outer
 
 
-class _Watch:
-    """The clock of one announced block."""
+class Watch:
+    """The clock of one announced block. `seconds`: what compiling has taken in it so far."""
 
     def __init__(self, what: str):
+        self.seconds = 0.0
         self._what = what
         self._since = time.monotonic()
         self._timer: threading.Timer | None = None
@@ -84,10 +85,12 @@ class _Watch:
 
     def compiled(self) -> None:
         self.stop()
+        now = time.monotonic()
         if self._said:
-            self._say(f"compiled {self._what} in {time.monotonic() - self._since:.1f} s")
+            self._say(f"compiled {self._what} in {now - self._since:.1f} s")
         self._said = False
-        self._since = time.monotonic()
+        self.seconds += now - self._since
+        self._since = now
 
     def stop(self) -> None:
         timer, self._timer = self._timer, None
@@ -101,7 +104,7 @@ class _Watch:
 
 
 class _Active(threading.local):
-    watch: _Watch | None = None
+    watch: Watch | None = None
 
 
 _active = _Active()

@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from ..cache import Rows
+from ..cache import Cache, Rows
 from ..nn import InklingModel
 from .sampling import Use, accept, keys, sample
 from .state import FULL, NOT_FINITE, RUNNING, STOPPED, DecodeState, Settings
@@ -30,19 +30,53 @@ Choose = Callable[[int, Float[Array, "B V"], DecodeState, Settings], Int[Array, 
 def prefill(model: InklingModel, state: DecodeState, start: Int[Array, ""], chunk: int, drafts: int) -> DecodeState:
     """Runs positions start .. start + chunk - 1 of every prompt through the target and the drafting depths.
 
-    The last token of a prompt is left to the first round. A depth's row waits until its token is there: depth d covers
-    positions up to length - 2 - d, and the first round's window does the rest.
+    The last token of a prompt is left to the first round, whose window also completes the depths' last rows.
     """
-    first = jnp.full_like(state.length, start)
+    end = state.length - 1
+    outputs, cache = _chunk(model, state.cache, state.tokens, end, end, start, chunk, drafts)
+    hidden = state.hidden.write(outputs[0], _rows(end, start, chunk))
+    return dataclasses.replace(state, cache=cache, hidden=hidden)
 
-    def rows(ahead: int) -> Rows:
-        return Rows(first, jnp.clip(state.length - 1 - ahead - start, 0, chunk))
 
-    h, cache = model.hidden(model.embed(_tokens(state, first, chunk)), rows(0), state.cache)
-    hidden = state.hidden.write(h, rows(0))
-    for d in range(drafts):
-        h, cache = model.depth(d, h, model.embed(_tokens(state, first + d + 1, chunk)), rows(d + 1), cache)
-    return dataclasses.replace(state, cache=_some(cache), hidden=hidden)
+def teacher_forced(
+    model: InklingModel,
+    cache: Cache,
+    tokens: Int[Array, "B capacity"],
+    length: Int[Array, " B"],
+    start: Int[Array, ""],
+    chunk: int,
+    depth: int | None,
+) -> tuple[Float[Array, "B chunk V"], Cache]:
+    """Logits of rows start .. start + chunk - 1 of given tokens: the backbone's, or those of one depth."""
+    depths = 0 if depth is None else depth + 1
+    outputs, cache = _chunk(model, cache, tokens, length, length - 1, start, chunk, depths)
+    return model.logits(outputs[-1]), cache
+
+
+def _chunk(
+    model: InklingModel,
+    cache: Cache,
+    tokens: Int[Array, "B capacity"],
+    end: Int[Array, " B"],
+    depth_end: Int[Array, " B"],
+    start: Int[Array, ""],
+    chunk: int,
+    depths: int,
+) -> tuple[list[Float[Array, "B chunk H"]], Cache]:
+    """Hidden rows of the target up to position `end`, then of each depth d up to `depth_end - d`, where its tokens end."""
+    first = jnp.full_like(end, start)
+    h, filled = model.hidden(model.embed(_tokens(tokens, first, chunk)), _rows(end, start, chunk), cache)
+    outputs = [h]
+    for d in range(depths):
+        e = model.embed(_tokens(tokens, first + d + 1, chunk))
+        h, filled = model.depth(d, h, e, _rows(depth_end - d, start, chunk), filled)
+        outputs.append(h)
+    return outputs, _some(filled)
+
+
+def _rows(end: Int[Array, " B"], start: Int[Array, ""], chunk: int) -> Rows:
+    """The rows of a chunk that lie before `end`."""
+    return Rows(jnp.full_like(end, start), jnp.clip(end - start, 0, chunk))
 
 
 def decode(
@@ -71,7 +105,7 @@ def one_round(
 ) -> DecodeState:
     """Draft, verify, accept, commit."""
     state, draft_logits, offered = propose(model, state, settings, drafts, choose)
-    proposed = _tokens(state, state.length, drafts)
+    proposed = _tokens(state.tokens, state.length, drafts)
     state, target_logits = verify(model, state, drafts)
     count, bonus = accept(proposed, draft_logits, target_logits, offered, state.length, settings)
     # A sum or a maximum over NaN is NaN; only rows that are about to be committed matter.
@@ -99,7 +133,7 @@ def propose(
     offered = jnp.where(rows.count > 0, drafts, 0)
     h, cache, logits = state.hidden.read(start, window), state.cache, []
     for d in range(drafts):
-        h, cache = model.depth(d, h, model.embed(_tokens(state, start + d + 1, window)), rows, cache)
+        h, cache = model.depth(d, h, model.embed(_tokens(state.tokens, start + d + 1, window)), rows, cache)
         row = jnp.take_along_axis(h, last[:, None, None], axis=1)
         logits.append(model.logits(row)[:, 0])
         token = choose(d, logits[-1], state, settings)
@@ -111,7 +145,7 @@ def propose(
 def verify(model: InklingModel, state: DecodeState, drafts: int) -> tuple[DecodeState, Float[Array, "B rows V"]]:
     """The target over the last committed token and the drafts: row j gives the logits for position length + j."""
     rows = Rows(state.length - 1, jnp.where(state.status == RUNNING, drafts + 1, 0))
-    tokens = _tokens(state, state.length - 1, drafts + 1)
+    tokens = _tokens(state.tokens, state.length - 1, drafts + 1)
     h, cache = model.hidden(model.embed(tokens), rows, state.cache)
     state = dataclasses.replace(state, cache=_some(cache), hidden=state.hidden.write(h, rows))
     return state, model.logits(h)
@@ -124,7 +158,7 @@ def commit(
     count: Int[Array, " B"],
     bonus: Int[Array, " B"],
     offered: Int[Array, " B"],
-    finite: Int[Array, " B"],
+    finite: Bool[Array, " B"],
 ) -> DecodeState:
     """The one place where tokens become final: `count` drafts and the bonus, cut at an end token and at the limit."""
     drafts = proposed.shape[1]
@@ -152,15 +186,16 @@ def commit(
         rejected=_scatter(state.rejected, at, refused),
         length=length,
         status=jnp.where(running, status, state.status),
-        rounds=state.rounds + running,
-        offered=state.offered + tried,
-        accepted=state.accepted + (tried & (jnp.arange(drafts) < count[:, None])),
+        rounds=state.rounds + running.astype(jnp.int32),
+        offered=state.offered + tried.astype(jnp.int32),
+        accepted=state.accepted + (tried & (jnp.arange(drafts) < count[:, None])).astype(jnp.int32),
     )
 
 
-def _tokens(state: DecodeState, first: Int[Array, " B"], count: int) -> Int[Array, "B count"]:
+def _tokens(tokens: Int[Array, "B capacity"], first: Int[Array, " B"], count: int) -> Int[Array, "B count"]:
+    """Tokens at positions first .. first + count - 1; past the end (padding rows only) the last one."""
     at = first[:, None] + jnp.arange(count)
-    return jnp.take_along_axis(state.tokens, jnp.clip(at, 0, state.tokens.shape[1] - 1), axis=1)
+    return jnp.take_along_axis(tokens, jnp.clip(at, 0, tokens.shape[1] - 1), axis=1)
 
 
 def _put(tokens: Int[Array, "B capacity"], at: Int[Array, " B"], token: Int[Array, " B"]) -> Int[Array, "B capacity"]:

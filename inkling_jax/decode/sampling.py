@@ -10,7 +10,7 @@ from enum import IntEnum
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from .state import Settings
 
@@ -26,7 +26,7 @@ class Use(IntEnum):
 def keys(settings: Settings, positions: Int[Array, " B"], use: Use) -> Key[Array, " B"]:
     """One key a sequence, for one use at one position."""
 
-    def fold(seed: Int[Array, ""], position: Int[Array, ""]) -> Key[Array, ""]:
+    def fold(seed: UInt[Array, ""], position: Int[Array, ""]) -> Key[Array, ""]:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), use)
 
     return jax.vmap(fold)(settings.seed, positions)

@@ -1,0 +1,21 @@
+"""Inkling in JAX: load a checkpoint, generate text with drafts from its own MTP depths, convert and inspect."""
+
+from .config import InklingConfig
+from .errors import CheckpointError, ConfigError
+from .model import Completion, Generation, Inkling, Statistics, Stream, load, save
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "Generation",
+    "Inkling",
+    "InklingConfig",
+    "Statistics",
+    "Stream",
+    "load",
+    "save",
+    "__version__",
+]

@@ -1,0 +1,155 @@
+"""The jitted steps of one model, and the buckets of sizes they are compiled for.
+
+Modules are split once; a step takes the flat list of arrays. Passing a module or a State instead costs milliseconds of host time
+a step. Each function here is jitted once per model, so that its cache of programs lives as long as the model.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from ..cache import PAGE_SIZE, Cache, CacheShape, Ring, allocate_pages, make_cache
+from ..config import InklingConfig
+from ..nn import InklingModel
+from .loop import decode, prefill, teacher_forced
+from .request import Request
+from .state import FULL, RUNNING, DecodeState, Settings
+
+PREFILL_CHUNKS = (16, 128, 512)
+LEAST_CAPACITY = 1024
+LEAST_STOPS = 16
+
+
+def bucket(n: int, least: int) -> int:
+    """The next size at or above n in steps of a quarter of a power of two: at most a quarter is wasted."""
+    if n <= least:
+        return least
+    step = max(1, 1 << ((n - 1).bit_length() - 3))
+    return -(-n // step) * step
+
+
+def chunk_rows(longest: int, batch: int) -> int:
+    """Rows of a prefill step: enough for the longest prompt, bounded so that a large batch does not fill memory."""
+    most = max(PREFILL_CHUNKS[0], 4096 // batch)
+    fitting = [size for size in PREFILL_CHUNKS if size <= most]
+    return next((size for size in fitting if size >= longest), fitting[-1])
+
+
+class Engine:
+    """The compiled side of a model: parameters as flat arrays, and the steps that take them."""
+
+    def __init__(self, config: InklingConfig, params: Mapping[str, Array], dtype: DTypeLike):
+        self.config, self.dtype = config, jnp.dtype(dtype)
+        abstract = nnx.eval_shape(lambda: InklingModel(config, dtype=self.dtype, rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(abstract)
+        paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+        self.leaves = [params[path] for path in paths]
+        tree = jax.tree.structure(state)
+
+        def model(leaves: list[Array]) -> InklingModel:
+            return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+
+        def run_prefill(leaves, state, start, chunk, drafts):
+            return prefill(model(leaves), state, start, chunk, drafts)
+
+        def run_decode(leaves, state, settings, rounds, drafts):
+            return decode(model(leaves), state, settings, rounds, drafts)
+
+        def run_teacher_forced(leaves, cache, tokens, length, start, chunk, depth):
+            return teacher_forced(model(leaves), cache, tokens, length, start, chunk, depth)
+
+        self.model = model
+        self.prefill = jax.jit(run_prefill, donate_argnums=1, static_argnames=("chunk", "drafts"))
+        self.decode = jax.jit(run_decode, donate_argnums=1, static_argnames=("drafts",))
+        self.teacher_forced = jax.jit(run_teacher_forced, donate_argnums=1, static_argnames=("chunk", "depth"))
+
+    def start(self, requests: list[Request], drafts: int) -> tuple[DecodeState, Settings]:
+        """The state and settings of a batch, padded to a bucket with sequences that are already full."""
+        batch = 1 << (len(requests) - 1).bit_length()
+        prompt = np.ones(batch, np.int32)
+        limit = np.ones(batch, np.int32)
+        for b, request in enumerate(requests):
+            prompt[b] = len(request.tokens)
+            limit[b] = prompt[b] + request.max_new_tokens
+        real = np.arange(batch) < len(requests)
+        needed = np.where(real, limit + drafts + 1, 0)
+        shape = self.shape(needed, drafts)
+        tokens = np.zeros((batch, shape.width * shape.page_size), np.int32)
+        for b, request in enumerate(requests):
+            tokens[b, : prompt[b]] = request.tokens
+        self.check_memory(shape)
+        state = DecodeState(
+            cache=self.cache(shape, needed),
+            tokens=jnp.asarray(tokens),
+            drafted=jnp.zeros(tokens.shape, jnp.int8),
+            rejected=jnp.full(tokens.shape, -1, jnp.int32),
+            length=jnp.asarray(prompt),
+            limit=jnp.asarray(limit),
+            status=jnp.asarray(np.where(real, RUNNING, FULL).astype(np.int32)),
+            hidden=Ring(jnp.zeros((batch, max(1, 3 * drafts), self.config.hidden_size), self.dtype)),
+            rounds=jnp.zeros(batch, jnp.int32),
+            offered=jnp.zeros((batch, drafts), jnp.int32),
+            accepted=jnp.zeros((batch, drafts), jnp.int32),
+        )
+        return state, _settings(requests, batch, self.config)
+
+    def shape(self, needed: np.ndarray, drafts: int) -> CacheShape:
+        """The bucket of cache sizes for sequences of `needed[b]` rows."""
+        pages = -(-needed // PAGE_SIZE)
+        width = bucket(int(pages.max()), LEAST_CAPACITY // PAGE_SIZE)
+        total = bucket(int(pages.sum()), width)
+        return CacheShape(batch=len(needed), pages=total, width=width, drafts=drafts)
+
+    def cache(self, shape: CacheShape, needed: np.ndarray) -> Cache:
+        """An empty cache with pages allocated for `needed[b]` rows of each sequence."""
+        everything, ring = allocate_pages(self.config, shape, needed)
+        cache = make_cache(self.config, shape, self.dtype)
+        return dataclasses.replace(cache, global_pages=jnp.asarray(everything), local_pages=jnp.asarray(ring))
+
+    def check_memory(self, shape: CacheShape) -> None:
+        """Raises MemoryError, before anything is allocated, when the cache cannot fit."""
+        cache = jax.eval_shape(lambda: make_cache(self.config, shape, self.dtype))
+        needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+        free = free_memory(self.leaves[0])
+        if free is not None and needed > free:
+            raise MemoryError(
+                f"the cache of {shape.batch} sequences, the longest of {shape.width * shape.page_size} tokens, needs "
+                f"{needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free: lower max_new_tokens, shorten or split the "
+                f"batch of prompts, or use fewer draft_tokens"
+            )
+
+
+def free_memory(array: Array) -> int | None:
+    """Bytes free on the device of an array, or None where it does not say."""
+    device = next(iter(array.devices()))
+    if device.platform == "cpu":
+        return psutil.virtual_memory().available
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def _settings(requests: list[Request], batch: int, config: InklingConfig) -> Settings:
+    stops = np.full((batch, bucket(max(len(r.stop_ids) for r in requests), LEAST_STOPS)), -1, np.int32)
+    for b, request in enumerate(requests):
+        stops[b, : len(request.stop_ids)] = request.stop_ids
+
+    def column(name: str, dtype: type, idle: float | int) -> Array:
+        values = [getattr(request, name) for request in requests] + [idle] * (batch - len(requests))
+        return jnp.asarray(np.asarray(values, dtype))
+
+    return Settings(
+        temperature=column("temperature", np.float32, 0.0),
+        top_k=column("top_k", np.int32, config.real_vocab_size),
+        top_p=column("top_p", np.float32, 1.0),
+        seed=column("seed", np.uint32, 0),
+        stop_ids=jnp.asarray(stops),
+    )

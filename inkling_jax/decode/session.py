@@ -1,0 +1,180 @@
+"""One batch from prompts to completions: the host's side of the loop."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..compilation import announce
+from ..tokenizer import StreamDecoder, Tokenizer
+from .engine import Engine, chunk_rows
+from .request import Request
+from .state import NOT_FINITE, RUNNING, STOPPED
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What followed one prompt.
+
+    text: the new text, None for a checkpoint without a tokenizer. tokens: the new ids; the end token and what belongs to a stop
+    text are left out. finish_reason: "stop" at an end token, stop id or stop text, "length" at max_new_tokens.
+    drafted: for each token 0 if the target supplied it, j if it was the accepted draft j of its round. rejected: for each token
+    the draft that was turned down in its favour, or None.
+    """
+
+    text: str | None
+    tokens: list[int]
+    finish_reason: Literal["stop", "length"]
+    drafted: list[int]
+    rejected: list[int | None]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Figures of a whole batch. Rounds and tokens are summed over its sequences; compiling is in neither time.
+
+    acceptance: by draft position, the share of rounds that accepted it among those that offered it (nan where none did).
+    """
+
+    rounds: int
+    tokens: int
+    acceptance: list[float]
+    prefill_seconds: float
+    decode_seconds: float
+    compile_seconds: float
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / self.rounds if self.rounds else float("nan")
+
+
+@dataclass
+class _Text:
+    """A text being decoded token by token, so that a look costs the new tokens only."""
+
+    decoder: StreamDecoder
+    text: str = ""
+    tokens: int = 0
+
+
+class Session:
+    """A batch being decoded. `advance` runs some rounds; `completion` is final once `finished`."""
+
+    def __init__(self, engine: Engine, requests: list[Request], drafts: int, tokenizer: Tokenizer | None):
+        self.requests, self._engine, self._drafts, self._tokenizer = requests, engine, drafts, tokenizer
+        self._seconds = {"prefill": 0.0, "decode": 0.0, "compile": 0.0}
+        self._state, self._settings = engine.start(requests, drafts)
+        self._cut: dict[int, int] = {}  # sequences ended by a stop text: characters kept
+        self._texts: dict[int, _Text] = {}
+        self._prefill()
+        self._look()
+
+    def _prefill(self) -> None:
+        longest = max(len(request.tokens) for request in self.requests) - 1
+        chunk = chunk_rows(longest, self._state.length.shape[0])
+        for start in range(0, longest, chunk):
+            with self._timed("prefill", "the prefill step"):
+                self._state = self._engine.prefill(
+                    self._engine.leaves, self._state, jnp.int32(start), chunk=chunk, drafts=self._drafts
+                )
+                jax.block_until_ready(self._state.length)
+
+    def advance(self, rounds: int) -> None:
+        """Up to `rounds` rounds on the device, then a look at what came out. Raises FloatingPointError at NaN logits."""
+        with self._timed("decode", f"the decoding loop with {self._drafts} drafts"):
+            self._state = self._engine.decode(
+                self._engine.leaves, self._state, self._settings, jnp.int32(rounds), drafts=self._drafts
+            )
+            jax.block_until_ready(self._state.length)
+        self._look()
+        self._apply_stop_texts()
+
+    @contextmanager
+    def _timed(self, kind: str, what: str) -> Iterator[None]:
+        """Adds the time of a block to one account and the compiling in it to another."""
+        since = time.monotonic()
+        with announce(what) as watch:
+            yield
+        self._seconds["compile"] += watch.seconds
+        self._seconds[kind] += time.monotonic() - since - watch.seconds
+
+    def _look(self) -> None:
+        state = self._state
+        self._length, self._status = np.array(state.length), np.array(state.status)
+        broken = np.flatnonzero(self._status == NOT_FINITE)
+        if broken.size:
+            b = int(broken[0])
+            raise FloatingPointError(
+                f"the logits of prompt {b} at position {self._length[b]} are not finite: the weights or the arithmetic are "
+                f'broken there (try dtype="float32", or check the checkpoint); no token was made up'
+            )
+
+    @property
+    def finished(self) -> bool:
+        return not (self._status[: len(self.requests)] == RUNNING).any()
+
+    def new_tokens(self, b: int) -> list[int]:
+        """Tokens of sequence b so far, without the end token that closed it."""
+        first, last = len(self.requests[b].tokens), int(self._length[b])
+        tokens = np.asarray(self._state.tokens[b])[first:last].tolist()
+        if self._status[b] == STOPPED and b not in self._cut and tokens:
+            tokens.pop()
+        return tokens
+
+    def text(self, b: int) -> str:
+        """Text of sequence b so far, without a character whose bytes are not all there yet."""
+        assert self._tokenizer is not None
+        known = self._texts.setdefault(b, _Text(self._tokenizer.stream()))
+        tokens = self.new_tokens(b)
+        known.text += known.decoder.push(tokens[known.tokens :])
+        known.tokens = len(tokens)
+        return known.text
+
+    def _apply_stop_texts(self) -> None:
+        """Ends sequences whose text holds one of their stop texts. The rounds run past it are cut away."""
+        found = False
+        for b, request in enumerate(self.requests):
+            if request.stop_texts and b not in self._cut:
+                text = self.text(b)
+                places = [place for stop in request.stop_texts if (place := text.find(stop)) >= 0]
+                if places:
+                    found, self._cut[b] = True, min(places)
+        if found:
+            self._status[list(self._cut)] = STOPPED
+            self._state = replace(self._state, status=jnp.asarray(self._status))
+
+    def completion(self, b: int) -> Completion:
+        tokens = self.new_tokens(b)
+        text = None if self._tokenizer is None else self._tokenizer.decode(tokens)
+        if b in self._cut and self._tokenizer is not None and text is not None:
+            text = text[: self._cut[b]]
+            while tokens and len(self._tokenizer.decode(tokens)) > len(text):
+                tokens.pop()
+        span = slice(len(self.requests[b].tokens), len(self.requests[b].tokens) + len(tokens))
+        rejected = np.asarray(self._state.rejected[b])[span].tolist()
+        return Completion(
+            text=text,
+            tokens=tokens,
+            finish_reason="stop" if self._status[b] == STOPPED else "length",
+            drafted=np.asarray(self._state.drafted[b])[span].tolist(),
+            rejected=[None if token < 0 else token for token in rejected],
+        )
+
+    def statistics(self) -> Statistics:
+        real = len(self.requests)
+        prompts = np.array([len(request.tokens) for request in self.requests])
+        offered = np.asarray(self._state.offered)[:real].sum(axis=0)
+        accepted = np.asarray(self._state.accepted)[:real].sum(axis=0)
+        return Statistics(
+            rounds=int(np.asarray(self._state.rounds)[:real].sum()),
+            tokens=int((self._length[:real] - prompts).sum()),
+            acceptance=[float(a / o) if o else float("nan") for a, o in zip(accepted, offered, strict=True)],
+            prefill_seconds=self._seconds["prefill"],
+            decode_seconds=self._seconds["decode"],
+            compile_seconds=self._seconds["compile"],
+        )

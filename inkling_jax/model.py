@@ -1,0 +1,299 @@
+"""`Inkling`: a loaded model as users hold it."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from . import checkpoint
+from .compilation import announce, enable_cache
+from .config import InklingConfig, Layout
+from .decode.engine import Engine, chunk_rows
+from .decode.request import Prompt, is_single, make_requests, token_ids
+from .decode.session import Completion, Session, Statistics
+from .nn import abstract_parameters
+from .tokenizer import Tokenizer
+
+DTYPES = ("bfloat16", "float32")
+DEFAULT_DRAFTS = 4  # on the bundled model each further draft costs more than it brings (docs/decoding.md)
+ROUNDS_PER_LOOK = 32  # rounds on the device between two looks of the host: Ctrl-C and stop texts wait for no more
+ROUNDS_PER_PIECE = 4  # the same for a stream, whose reader is waiting
+
+
+class Generation(Sequence[Completion]):
+    """The completions of a batch, in the order of its prompts, and its statistics as `stats`.
+
+    Of a single prompt, `text`, `tokens`, `finish_reason`, `drafted` and `rejected` are there directly.
+    """
+
+    def __init__(self, completions: list[Completion], stats: Statistics):
+        self.completions, self.stats = completions, stats
+
+    @overload
+    def __getitem__(self, index: int) -> Completion: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Completion]: ...
+    def __getitem__(self, index: int | slice) -> Completion | list[Completion]:
+        return self.completions[index]
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def __repr__(self) -> str:
+        return f"Generation({self.completions!r}, stats={self.stats!r})"
+
+    def _only(self) -> Completion:
+        if len(self.completions) != 1:
+            raise ValueError(f"this generation holds {len(self.completions)} completions: index one, as in result[0].text")
+        return self.completions[0]
+
+    @property
+    def text(self) -> str | None:
+        return self._only().text
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._only().tokens
+
+    @property
+    def finish_reason(self) -> str:
+        return self._only().finish_reason
+
+    @property
+    def drafted(self) -> list[int]:
+        return self._only().drafted
+
+    @property
+    def rejected(self) -> list[int | None]:
+        return self._only().rejected
+
+
+class Stream(Iterator[str]):
+    """Text as it is made. Once it has ended, `stats` and `completion` tell the rest."""
+
+    def __init__(self, session: Session):
+        self._session, self._pieces = session, _pieces(session)
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def stats(self) -> Statistics:
+        return self._session.statistics()
+
+    @property
+    def completion(self) -> Completion:
+        """What has been made so far, or all of it once the stream has ended."""
+        return self._session.completion(0)
+
+
+def _pieces(session: Session) -> Iterator[str]:
+    stops = session.requests[0].stop_texts
+    shown = 0
+    while not session.finished:
+        session.advance(ROUNDS_PER_PIECE)
+        text = (session.completion(0).text or "") if session.finished else _settled(session.text(0), stops)
+        if len(text) > shown:
+            yield text[shown:]
+            shown = len(text)
+
+
+def _settled(text: str, stops: tuple[str, ...]) -> str:
+    """A growing text less what may be the beginning of a stop text."""
+    held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+    return text[: len(text) - held]
+
+
+class Inkling:
+    """A model: `config`, `tokenizer` (None where the checkpoint has none) and `params`, arrays by dotted path."""
+
+    def __init__(
+        self,
+        config: InklingConfig,
+        params: Mapping[str, Array],
+        tokenizer: Tokenizer | None = None,
+        directory: Path | None = None,
+    ):
+        """Raises ValueError when `params` are not exactly those of `config`."""
+        dtype = params["embed.weight"].dtype if "embed.weight" in params else jnp.dtype("bfloat16")
+        _check_params(params, abstract_parameters(config, dtype))
+        self.config, self.params, self.tokenizer, self.directory = config, dict(params), tokenizer, directory
+        self._engine = Engine(config, self.params, dtype)
+
+    def __repr__(self) -> str:
+        size = sum(array.size for array in self.params.values())
+        config = self.config
+        return f"Inkling({size:,} parameters, {config.num_layers} layers, {config.mtp_depths} MTP depths, {self.dtype})"
+
+    @property
+    def dtype(self) -> str:
+        return str(self._engine.dtype)
+
+    def logits(self, tokens: Any) -> Array:
+        """Teacher-forced logits: ints [T] or [B, T] to float32 [.., T, real vocabulary].
+
+        Raises ValueError for anything but integers inside the real vocabulary, or more of them than the context.
+        """
+        return self._teacher_forced(tokens, None)
+
+    def mtp_logits(self, tokens: Any, depth: int) -> Array:
+        """A depth's teacher-forced logits, float32 [.., T - depth - 1, real vocabulary]: row i is for token i + depth + 2.
+
+        Raises ValueError as `logits` does, for a depth that the model lacks, and for fewer than depth + 2 tokens.
+        """
+        if isinstance(depth, bool) or not isinstance(depth, int) or not 0 <= depth < self.config.mtp_depths:
+            raise ValueError(f"depth: expected 0 to {self.config.mtp_depths - 1}, found {depth!r}")
+        return self._teacher_forced(tokens, depth)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int | Sequence[int] = 128,
+        draft_tokens: int | None = None,
+        temperature: float | Sequence[float] = 0.0,
+        top_k: int | None | Sequence[int | None] = None,
+        top_p: float | None | Sequence[float | None] = None,
+        seed: int | Sequence[int] = 0,
+        stop: Any = None,
+    ) -> Generation:
+        """Continues a prompt, or each of a list of prompts of any lengths; a prompt is text or token ids.
+
+        draft_tokens: MTP drafts a round, 0 to the number of depths; None picks. It changes the speed and not the output: greedy
+            tokens are the same, sampled ones have the same distribution.
+        temperature: 0 is greedy. top_k, top_p: restrict sampling, None for no restriction.
+        seed: prompts with the same seed and text get the same tokens, whatever else is in the batch; give a list to differ.
+        stop: text, a token id, or a list of them for all prompts; or one such list a prompt. The model's own end tokens always
+            stop. Every setting but draft_tokens may be a list with one value a prompt.
+
+        Raises ValueError naming the argument; MemoryError when the cache cannot fit; FloatingPointError at NaN logits.
+        """
+        arguments = (max_new_tokens, draft_tokens, temperature, top_k, top_p, seed, stop)
+        session = self._session(prompts, *arguments)
+        while not session.finished:
+            session.advance(ROUNDS_PER_LOOK)
+        return Generation([session.completion(b) for b in range(len(session.requests))], session.statistics())
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        draft_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        stop: Any = None,
+    ) -> Stream:
+        """The text that follows one prompt, in pieces as it is made; arguments and errors as in `generate`.
+
+        A piece never ends inside a character, nor inside what may become a stop text.
+        """
+        if not is_single(prompt):
+            raise ValueError("stream takes one prompt; for a list of prompts use generate")
+        if self.tokenizer is None:
+            raise ValueError("stream yields text, but this checkpoint has no tokenizer.json: use generate")
+        session = self._session(prompt, max_new_tokens, draft_tokens, temperature, top_k, top_p, seed, stop)
+        return Stream(session)
+
+    def _session(
+        self,
+        prompts: Any,
+        max_new_tokens: Any,
+        draft_tokens: int | None,
+        temperature: Any,
+        top_k: Any,
+        top_p: Any,
+        seed: Any,
+        stop: Any,
+    ) -> Session:
+        depths = self.config.mtp_depths
+        drafts = min(DEFAULT_DRAFTS, depths) if draft_tokens is None else draft_tokens
+        if isinstance(drafts, bool) or not isinstance(drafts, int) or not 0 <= drafts <= depths:
+            raise ValueError(f"draft_tokens: expected 0 to {depths}, the model's MTP depths, found {draft_tokens!r}")
+        requests = make_requests(
+            prompts,
+            self.config,
+            self.tokenizer,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+        )
+        return Session(self._engine, requests, drafts, self.tokenizer)
+
+    def _teacher_forced(self, tokens: Any, depth: int | None) -> Array:
+        ids = np.asarray(tokens)
+        rows = [token_ids(row, self.config, "tokens") for row in (ids if ids.ndim == 2 else [ids])]
+        batch, length = len(rows), len(rows[0]) if rows else 0
+        wanted = length if depth is None else length - depth - 1
+        if wanted < 1:
+            raise ValueError(f"tokens: {length} of them give depth {depth} no row; give at least {(depth or 0) + 2}")
+        if length > self.config.max_context:
+            raise ValueError(f"tokens: {length} exceed the model's context of {self.config.max_context}")
+        depths = 0 if depth is None else depth + 1
+        needed = np.full(batch, length)
+        shape = self._engine.shape(needed, depths)
+        self._engine.check_memory(shape)
+        cache = self._engine.cache(shape, needed)
+        buffer = np.zeros((batch, shape.width * shape.page_size), np.int32)
+        buffer[:, :length] = rows
+        chunk = chunk_rows(wanted, batch)
+        pieces = []
+        for start in range(0, wanted, chunk):
+            with announce("the teacher-forced pass"):
+                logits, cache = self._engine.teacher_forced(
+                    self._engine.leaves,
+                    cache,
+                    jnp.asarray(buffer),
+                    jnp.full(batch, length, jnp.int32),
+                    jnp.int32(start),
+                    chunk=chunk,
+                    depth=depth,
+                )
+            pieces.append(logits[:, : wanted - start])
+        found = jnp.concatenate(pieces, axis=1)
+        return found if ids.ndim == 2 else found[0]
+
+
+def _check_params(params: Mapping[str, Array], expected: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    wrong = [f"{path}: missing" for path in expected if path not in params]
+    wrong += [f"{path}: unexpected" for path in params if path not in expected]
+    wrong += [
+        f"{path}: expected {spec.dtype}{list(spec.shape)}, found {params[path].dtype}{list(params[path].shape)}"
+        for path, spec in expected.items()
+        if path in params and (params[path].shape, params[path].dtype) != (spec.shape, spec.dtype)
+    ]
+    if wrong:
+        raise ValueError("the parameters do not fit the config:\n  " + "\n  ".join(wrong))
+
+
+def load(path: str | os.PathLike[str], dtype: str = "bfloat16", progress: bool = True) -> Inkling:
+    """Loads a checkpoint: a directory, a hub id, or "nano" for the bundled model.
+
+    dtype: "bfloat16" or "float32", of weights and activations. progress: a bar while weights stream in.
+    Also turns on the persistent compilation cache (see `inkling_jax.compilation`).
+
+    Raises `CheckpointError` (a ValueError) naming the file, tensor or field at fault.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    enable_cache()
+    directory = checkpoint.resolve(path)
+    config = InklingConfig.from_path(directory)
+    params = checkpoint.load_parameters(directory, config, abstract_parameters(config, dtype), progress=progress)
+    return Inkling(config, params, Tokenizer.from_directory(directory), directory)
+
+
+def save(model: Inkling, path: str | os.PathLike[str], layout: Layout = "original") -> None:
+    """Writes a model as sharded safetensors with an index, its config and tokenizer, in either layout.
+
+    The directory appears only when it is complete. Raises `CheckpointError` when it exists and is not empty.
+    """
+    checkpoint.save_checkpoint(path, model.config, model.params, layout=layout, tokenizer_dir=model.directory)
