@@ -4,8 +4,8 @@ It is written from the description of the model, with plain loops, and shares no
 config class and the names of the parameters). Nothing is rounded between steps, so it says what each result would be
 in exact arithmetic, near enough.
 
-`forward` is the backbone, `depths` the teacher-forced chain of MTP depths. Both return, next to the logits, what a cache
-would hold for each row: keys and values as attention reads them, and the inputs of the four short convolutions.
+`forward` is the backbone, `depths` the teacher-forced chain of MTP depths. Both return, next to the logits, what a
+cache would hold for each row: keys and values as attention reads them, and the inputs of the four short convolutions.
 `random_params` draws weights in which every feature matters, `CONFIGS` holds the shapes that are worth testing.
 """
 
@@ -86,7 +86,7 @@ def attend(
     return out
 
 
-def attention(p: dict, x: np.ndarray, config: InklingConfig, local: bool) -> tuple[np.ndarray, Trace]:
+def attention(p: dict, x: np.ndarray, config: InklingConfig, local: bool, start: int) -> tuple[np.ndarray, Trace]:
     shape, rows = config.attention(local), len(x)
     q = (x @ p["wq.weight"].T).reshape(rows, shape.heads, shape.head_dim)
     r = (x @ p["wr.weight"].T).reshape(rows, shape.heads, config.rel_dim)
@@ -95,7 +95,7 @@ def attention(p: dict, x: np.ndarray, config: InklingConfig, local: bool) -> tup
     v = short_conv(v_in, p["v_conv.weight"]).reshape(rows, shape.kv_heads, shape.head_dim)
     q = rms_norm(q, p["q_norm.weight"], config.norm_eps)
     k = rms_norm(k, p["k_norm.weight"], config.norm_eps)
-    taus = [1.0 if local else tau(i, config) for i in range(rows)]
+    taus = [1.0 if local else tau(start + i, config) for i in range(rows)]
     mixed = attend(q, k, v, r, p["rel_proj"], shape, taus).reshape(rows, -1)
     return mixed @ p["wo.weight"].T, {"k": k, "v": v, "k_conv": k_in, "v_conv": v_in}
 
@@ -126,9 +126,11 @@ def dense_mlp(p: dict, x: np.ndarray) -> np.ndarray:
     return np.stack([swiglu(row, p["w13"], p["w2"]) for row in x]) * p["scale"][0]
 
 
-def decoder_layer(p: dict, x: np.ndarray, config: InklingConfig, local: bool, dense: bool) -> tuple[np.ndarray, Trace]:
+def decoder_layer(
+    p: dict, x: np.ndarray, config: InklingConfig, local: bool, dense: bool, start: int = 0
+) -> tuple[np.ndarray, Trace]:
     normed = rms_norm(x, p["attn_norm.weight"], config.norm_eps)
-    attn_out, trace = attention(under(p, "attn"), normed, config, local)
+    attn_out, trace = attention(under(p, "attn"), normed, config, local, start)
     x = x + short_conv(attn_out, p["attn_conv.weight"])
     normed = rms_norm(x, p["mlp_norm.weight"], config.norm_eps)
     mlp = under(p, "mlp")
@@ -150,12 +152,15 @@ def unembed(params: Params, config: InklingConfig, hidden: np.ndarray) -> np.nda
     return hidden / config.logits_divisor @ table.T
 
 
-def forward(params: Params, config: InklingConfig, tokens: Any) -> dict[str, Any]:
-    """tokens [T] -> hidden [T, H] (after the final norm), logits [T, real V], layers: one `Trace` each."""
+def forward(params: Params, config: InklingConfig, tokens: Any, start: int = 0) -> dict[str, Any]:
+    """tokens [T] -> hidden [T, H] (after the final norm), logits [T, real V], layers: one `Trace` each.
+
+    `start` is the position that the first token claims to have; nothing stands before it all the same.
+    """
     x, traces = embed(params, config, tokens), []
     for i in range(config.num_layers):
         layer = under(params, f"layers.{i}")
-        x, trace = decoder_layer(layer, x, config, config.is_local(i), config.is_dense(i))
+        x, trace = decoder_layer(layer, x, config, config.is_local(i), config.is_dense(i), start)
         traces.append(trace)
     hidden = rms_norm(x, np.asarray(params["norm.weight"], np.float64), config.norm_eps)
     return {"hidden": hidden, "logits": unembed(params, config, hidden), "layers": traces}
@@ -164,7 +169,7 @@ def forward(params: Params, config: InklingConfig, tokens: Any) -> dict[str, Any
 def depths(params: Params, config: InklingConfig, tokens: Any, count: int | None = None) -> list[dict[str, Any]]:
     """The first `count` MTP depths (all of them by default), each fed with the true tokens.
 
-    Depth d has T - d - 1 rows. Row i stands at position i, reads the token at i + d + 1 and predicts the one at i + d + 2.
+    Depth d has T - d - 1 rows. Row i stands at position i, reads the token at i + d + 1 and predicts the one after it.
     Each entry holds hidden [rows, H], logits [rows, real V] and the depth's `Trace` as "layer".
     """
     tokens = np.asarray(tokens)

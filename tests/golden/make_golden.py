@@ -11,12 +11,12 @@ float64. `versions.json` says with what. Neither jax nor this project is importe
 
 Two things are arranged rather than taken as transformers does them.
 
-- It casts to float32 in norms, convolutions, router and softmax. In a float64 run these casts are the only rounding, and
-  `Float64` lifts them.
+- It casts to float32 in norms, convolutions, router and softmax. In a float64 run these casts are the only rounding,
+  and `Float64` lifts them.
 - It has the modules of the MTP depths, and those are called here, but not its drafting loop: that one feeds the raw
   embedding, counts positions from d + 1 and gives a local depth no window (5.24), where this project feeds the normed
   embedding, counts from the target's position and keeps the window, the wiring that was measured to be right for the
-  released weights. The golden files therefore vouch for a depth's arithmetic and for where the shared norm between depths
+  released weights. The golden files therefore vouch for a depth's arithmetic and for where the norm that depths share
   stands, and not for what a depth is fed.
 """
 
