@@ -14,9 +14,10 @@ from inkling_jax.nn import abstract_parameters
 
 from . import tiny
 
-# About 330 MB in one file; the largest tensor is the routed experts' w13 of one layer.
-CONFIG = replace(tiny.CONFIG, num_layers=4, hidden_size=512, expert_size=512, num_experts=48, dense_size=512)
-PIECE = 8 << 20
+# About 260 MB in one file; the largest tensor is the routed experts' w13 of one layer.
+CONFIG = replace(tiny.CONFIG, hidden_size=512, expert_size=512, num_experts=80, dense_size=512)
+PIECE = 1 << 20
+SLACK = 16 << 20  # what the process itself takes while it loads; an extra copy of the largest tensor is 84 MB
 
 MEASURE = """
 import json, resource, sys, threading, time
@@ -61,4 +62,4 @@ def test_peak_memory(tmp_path: Path) -> None:
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert found["model"] == sum(sizes) > 3 * max(sizes)
     assert found["peak"] >= 0.9 * found["model"]  # the measurement sees the arrays
-    assert found["peak"] < found["model"] + max(sizes) + 4 * PIECE
+    assert found["peak"] < found["model"] + max(sizes) + SLACK

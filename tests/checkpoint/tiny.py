@@ -180,7 +180,7 @@ def nested_config(layout: str) -> dict[str, Any]:
 def write(
     directory: Path, tensors: Tensors, raw: dict[str, Any] | None = None, shards: int = 0, mtp_file=False
 ) -> Path:
-    """A checkpoint of one file, or of numbered shards with an index; `mtp_file` puts the depths into one of their own."""
+    """A checkpoint of one file, or of numbered shards with an index; `mtp_file` gives the depths one of their own."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw or CONFIG.to_dict("original")))
     if mtp_file:
