@@ -12,6 +12,8 @@ import jax
 from jax import monitoring
 
 CACHE_VARIABLE = "INKLING_JAX_CACHE_DIR"
+CACHE_BYTES = 4 * 2**30
+"""Where the cache forgets its oldest programs."""
 PATIENCE_SECONDS = 3.0
 """A compile shorter than this is not worth a line."""
 
@@ -48,6 +50,9 @@ def enable_cache() -> Path | None:
     except OSError:
         return None
     jax.config.update("jax_compilation_cache_dir", str(directory))
+    if jax.config.jax_compilation_cache_max_size == -1:
+        # Besides the disk, a bound guards the entries: JAX locks a bounded cache against other processes, no other.
+        jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
     return directory
 
 

@@ -100,11 +100,11 @@ print(compilation.enable_cache(), jax.config.jax_compilation_cache_dir)
 """
 
 
-def enabled(**environment: str) -> str:
+def enabled(script: str = ENABLE, **environment: str) -> str:
     """What a fresh process says of its cache: JAX's configuration is one for a whole process."""
     clean = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", ENABLE], env=clean | environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], env=clean | environment, capture_output=True, text=True, check=True
     )
     return done.stdout.strip()
 
@@ -114,6 +114,19 @@ def test_the_cache_is_on_by_default_and_in_the_chosen_place(tmp_path):
     assert enabled(HOME=str(tmp_path / "home")) == f"{default} {default}"
     chosen = tmp_path / "chosen"
     assert enabled(HOME=str(tmp_path), INKLING_JAX_CACHE_DIR=str(chosen)) == f"{chosen} {chosen}"
+
+
+def test_programs_are_kept_also_when_something_was_compiled_before(tmp_path):
+    script = """
+import jax, os
+jax.jit(lambda x: x + 1)(1.0)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+from inkling_jax import compilation
+directory = compilation.enable_cache()
+jax.jit(lambda x: x * 7)(1.0)
+print(any("cache" in name for name in os.listdir(directory)), jax.config.jax_compilation_cache_max_size)
+"""
+    assert enabled(script, INKLING_JAX_CACHE_DIR=str(tmp_path)) == f"True {compilation.CACHE_BYTES}"
 
 
 def test_a_cache_that_jax_already_has_is_kept(tmp_path):

@@ -13,6 +13,9 @@ from typing import Literal
 
 HELP = "is this machine ready, and what to fix"
 EXAMPLES = """\
+example:
+  inkling-jax doctor && inkling-jax generate --prompt "import "
+
 The exit code is 1 when something is broken. A warning (!) costs speed or comfort, not results.
 """
 

@@ -109,6 +109,7 @@ def _print_json(model: Inkling, prompt: str | list[int], settings: dict[str, Any
             "acceptance": [_finite(rate) for rate in statistics.acceptance],
             "prefill_seconds": _finite(statistics.prefill_seconds),
             "decode_seconds": _finite(statistics.decode_seconds),
+            "compile_seconds": _finite(statistics.compile_seconds),
         },
     }
     print(json.dumps(result, allow_nan=False))
