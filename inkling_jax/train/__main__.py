@@ -23,9 +23,10 @@ EPILOG = """
 The bundled checkpoint is the preset `nano` (minutes on one GPU). `--preset toy` shows in a minute on a CPU that all
 parts work; its text is noise. The same Python version gives the same corpus, tokenizer and batches everywhere."""
 
+# Ends at a sign: a prompt that ends in spaces splits differently from the text that was learned.
 SAMPLES = (
-    "def fibonacci(n):\n    ",
-    "class QueueTest(unittest.TestCase):\n    def setUp(self):\n        ",
+    "def fibonacci(n):",
+    "class QueueTest(unittest.TestCase):\n    def setUp(self):",
     "import os\nimport sys\n\n\ndef main(",
 )
 
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
         config=config,
         recipe=recipe,
         corpus=corpus,
-        preset=args.preset,
+        options=f"--preset {args.preset}" + ("" if args.tests else " --no-tests"),
         train_files=len(learn),
         train_tokens=len(tokens),
         heldout_files=len(held),

@@ -31,7 +31,7 @@ class Run:
     config: InklingConfig
     recipe: Recipe
     corpus: Corpus
-    preset: str
+    options: str  # of the command, beside the recipe's numbers
     train_files: int
     train_tokens: int
     heldout_files: int
@@ -62,7 +62,8 @@ def _summary(run: Run) -> list[str]:
             f"Hidden size {c.hidden_size}, window {c.window}, {c.mtp_depths} MTP depths (local: {_ids(c.mtp_local)}),",
             f"{c.real_vocab_size:,} tokens, context {c.max_context:,}, trained on windows of {run.recipe.length:,}.",
         ),
-        "It knows the look of Python sources and nothing else: for trying out and testing the package, not for use.",
+        "It knows the look of Python sources and nothing else: for trying out and testing the package, not for use.\n"
+        "End a prompt at a word or sign: spaces at the end split differently from those within a text.",
     ]
 
 
@@ -86,7 +87,7 @@ def _training(run: Run) -> list[str]:
     changed = f"--steps {r.steps} --batch {r.batch} --length {r.length} --seed {r.seed} --peak-rate {r.peak_rate:g}"
     return [
         "## Training",
-        f"    python -m inkling_jax.train --preset {run.preset} {changed} --out DIR",
+        f"    python -m inkling_jax.train {run.options} {changed} --out DIR",
         _paragraph(
             f"{r.steps:,} steps of {r.batch} x {r.length} tokens ({seen / 1e6:.1f} M, {seen / run.train_tokens:.1f}",
             f"passes) in {run.seconds / 60:.1f} minutes on {device}, jax {jax.__version__}, {date.today()}.",
