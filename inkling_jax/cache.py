@@ -1,7 +1,7 @@
 """What decoding remembers: paged keys and values, and the inputs of the short convolutions.
 
-Everything is addressed by absolute position. A row that turns out to come from a rejected draft needs no undoing: the next
-round writes over it, and nothing reads a position that has not been written since.
+Everything is addressed by absolute position. A row that turns out to come from a rejected draft needs no undoing:
+the next round writes over it, and nothing reads a position that has not been written since.
 """
 
 import dataclasses
@@ -199,7 +199,7 @@ def allocate_pages(config: InklingConfig, shape: CacheShape, capacity: np.ndarra
 def cache_bytes(
     config: InklingConfig, batch: int, context: int, draft_tokens: int, dtype: str = "bfloat16"
 ) -> dict[str, int]:
-    """Bytes of the cache for `batch` sequences of `context` tokens, by part; "depths" counts the drafting depths whole."""
+    """Bytes of the cache for `batch` sequences of `context` tokens, by part; "depths" is all of the drafting depths."""
     width = -(-context // PAGE_SIZE)
     shape = CacheShape(batch=batch, pages=batch * width, width=width, drafts=draft_tokens)
     cache = jax.eval_shape(lambda: make_cache(config, shape, jnp.dtype(dtype)))

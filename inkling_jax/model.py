@@ -49,7 +49,9 @@ class Generation(Sequence[Completion]):
 
     def _only(self) -> Completion:
         if len(self.completions) != 1:
-            raise ValueError(f"this generation holds {len(self.completions)} completions: index one, as in result[0].text")
+            raise ValueError(
+                f"this generation holds {len(self.completions)} completions: index one, as in result[0].text"
+            )
         return self.completions[0]
 
     @property
@@ -142,7 +144,9 @@ class Inkling:
         return self._teacher_forced(tokens, None)
 
     def mtp_logits(self, tokens: Any, depth: int) -> Array:
-        """A depth's teacher-forced logits, float32 [.., T - depth - 1, real vocabulary]: row i is for token i + depth + 2.
+        """A depth's teacher-forced logits, float32 [.., T - depth - 1, real vocabulary].
+
+        Row i is for token i + depth + 2.
 
         Raises ValueError as `logits` does, for a depth that the model lacks, and for fewer than depth + 2 tokens.
         """
@@ -156,19 +160,21 @@ class Inkling:
         max_new_tokens: int | Sequence[int] = 128,
         draft_tokens: int | None = None,
         temperature: float | Sequence[float] = 0.0,
-        top_k: int | None | Sequence[int | None] = None,
-        top_p: float | None | Sequence[float | None] = None,
+        top_k: int | Sequence[int | None] | None = None,
+        top_p: float | Sequence[float | None] | None = None,
         seed: int | Sequence[int] = 0,
         stop: Any = None,
     ) -> Generation:
         """Continues a prompt, or each of a list of prompts of any lengths; a prompt is text or token ids.
 
-        draft_tokens: MTP drafts a round, 0 to the number of depths; None picks. It changes the speed and not the output: greedy
-            tokens are the same, sampled ones have the same distribution.
+        draft_tokens: MTP drafts a round, 0 to the number of depths; None picks. It changes the speed and not the
+            output: greedy tokens are the same, sampled ones have the same distribution.
         temperature: 0 is greedy. top_k, top_p: restrict sampling, None for no restriction.
-        seed: prompts with the same seed and text get the same tokens, whatever else is in the batch; give a list to differ.
-        stop: text, a token id, or a list of them for all prompts; or one such list a prompt. The model's own end tokens always
-            stop. Every setting but draft_tokens may be a list with one value a prompt.
+        seed: prompts with the same seed and text get the same tokens, whatever else is in the batch; give a list of
+            seeds to make them differ.
+        stop: text, a token id, or a list of them for all prompts; or one such list a prompt. The model's own end
+            tokens always stop.
+        Every setting but draft_tokens may be a list with one value a prompt.
 
         Raises ValueError naming the argument; MemoryError when the cache cannot fit; FloatingPointError at NaN logits.
         """
@@ -296,4 +302,4 @@ def save(model: Inkling, path: str | os.PathLike[str], layout: Layout = "origina
 
     The directory appears only when it is complete. Raises `CheckpointError` when it exists and is not empty.
     """
-    checkpoint.save_checkpoint(path, model.config, model.params, layout=layout, tokenizer_dir=model.directory)
+    checkpoint.save_checkpoint(Path(path), model.config, model.params, layout=layout, tokenizer_dir=model.directory)

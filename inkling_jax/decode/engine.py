@@ -1,7 +1,8 @@
 """The jitted steps of one model, and the buckets of sizes they are compiled for.
 
-Modules are split once; a step takes the flat list of arrays. Passing a module or a State instead costs milliseconds of host time
-a step. Each function here is jitted once per model, so that its cache of programs lives as long as the model.
+Modules are split once; a step takes the flat list of arrays. Passing a module or a State instead costs milliseconds
+of host time a step. Each function here is jitted once per model, so that its cache of programs lives as long as the
+model.
 """
 
 import dataclasses
@@ -121,8 +122,8 @@ class Engine:
         if free is not None and needed > free:
             raise MemoryError(
                 f"the cache of {shape.batch} sequences, the longest of {shape.width * shape.page_size} tokens, needs "
-                f"{needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free: lower max_new_tokens, shorten or split the "
-                f"batch of prompts, or use fewer draft_tokens"
+                f"{needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free: lower max_new_tokens, shorten the "
+                f"prompts, give fewer of them at a time, or use fewer draft_tokens"
             )
 
 

@@ -2,14 +2,14 @@
 
 One round, with L tokens committed and the target's cache holding positions 0 .. L - 2:
 
-1. draft: the depths propose K tokens for positions L .. L + K - 1. All K come from the depths' rows at position L - 2, each depth
-   joining the previous one's output with the token that came out before it.
+1. draft: the depths propose K tokens for positions L .. L + K - 1. All K come from the depths' rows at position
+   L - 2, each depth joining the previous one's output with the token that came out before it.
 2. verify: the target runs over the last committed token and the K drafts, K + 1 rows.
 3. accept a prefix of the drafts and one more token from the target; stop at an end token or at the limit.
 
 Depth d's row i is computed from the token at i + d + 1, so a draft that was rejected at position p has spoiled its rows
-p - d - 1 and later. The frontier moves by at most K + 1 a round and the deepest depth looks K tokens ahead: the 2 K rows
-before the frontier cover every spoiled row of every depth, and each round every depth runs over just these.
+p - d - 1 and later. The frontier moves by at most K + 1 a round and the deepest depth looks K tokens ahead: the 2 K
+rows before the frontier cover every spoiled row of every depth, and each round every depth runs over just these.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ def _chunk(
     chunk: int,
     depths: int,
 ) -> tuple[list[Float[Array, "B chunk H"]], Cache]:
-    """Hidden rows of the target up to position `end`, then of each depth d up to `depth_end - d`, where its tokens end."""
+    """Hidden rows of the target before position `end`, then of each depth d before `depth_end - d`."""
     first = jnp.full_like(end, start)
     h, filled = model.hidden(model.embed(_tokens(tokens, first, chunk)), _rows(end, start, chunk), cache)
     outputs = [h]
@@ -87,7 +87,7 @@ def decode(
     drafts: int,
     choose: Choose | None = None,
 ) -> DecodeState:
-    """Runs up to `rounds` rounds, fewer when every sequence has finished. `choose` replaces how a depth picks its draft."""
+    """Runs up to `rounds` rounds, fewer when all have finished. `choose` replaces how a depth picks its draft."""
 
     def unfinished(carry: tuple[Int[Array, ""], DecodeState]):
         done, state = carry
@@ -100,9 +100,7 @@ def decode(
     return lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), state))[1]
 
 
-def one_round(
-    model: InklingModel, state: DecodeState, settings: Settings, drafts: int, choose: Choose
-) -> DecodeState:
+def one_round(model: InklingModel, state: DecodeState, settings: Settings, drafts: int, choose: Choose) -> DecodeState:
     """Draft, verify, accept, commit."""
     state, draft_logits, offered = propose(model, state, settings, drafts, choose)
     proposed = _tokens(state.tokens, state.length, drafts)

@@ -79,8 +79,8 @@ def make_requests(
         row = {name: column[i] for name, column in columns.items()}
         if len(tokens) + row["max_new_tokens"] > config.max_context:
             raise ValueError(
-                f"{names[i]}: {len(tokens)} tokens and max_new_tokens={row['max_new_tokens']} exceed the model's context of "
-                f"{config.max_context}; shorten the prompt or lower max_new_tokens"
+                f"{names[i]}: {len(tokens)} tokens and max_new_tokens={row['max_new_tokens']} exceed the model's "
+                f"context of {config.max_context}; shorten the prompt or lower max_new_tokens"
             )
         requests.append(Request(tokens=tokens, stop_ids=stops[i][0], stop_texts=stops[i][1], **row))
     if tokenizer is None and any(request.stop_texts for request in requests):
@@ -114,10 +114,11 @@ def _column(name: str, value: Any, count: int, check: Callable[[Any], Any]) -> l
 def _whole(value: Any, least: int, most: int | None) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"expected a whole number, found {value!r}")
-    if value < least or (most is not None and value > most):
+    number = int(value)
+    if number < least or (most is not None and number > most):
         bounds = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"expected {bounds}, found {value}")
-    return int(value)
+    return number
 
 
 def _number(value: Any) -> float:

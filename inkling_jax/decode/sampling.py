@@ -1,8 +1,8 @@
 """From logits to tokens, and the arithmetic that makes drafts lossless.
 
-Randomness is addressed like everything else: by the sequence's seed, the absolute position, and the use. A position's draws are
-therefore the same whatever stands beside it in the batch. A draft that is thrown away because an earlier one was rejected has
-revealed nothing, so its draws may serve again.
+Randomness is addressed like everything else: by the sequence's seed, the absolute position, and the use. A
+position's draws are therefore the same whatever stands beside it in the batch. A draft that is thrown away because
+an earlier one was rejected has revealed nothing, so its draws may serve again.
 """
 
 from enum import IntEnum
@@ -35,7 +35,8 @@ def keys(settings: Settings, positions: Int[Array, " B"], use: Use) -> Key[Array
 def distribution(logits: Float[Array, "B V"], settings: Settings) -> Float[Array, "B V"]:
     """The distribution that sampling draws from: temperature, then top-k, then top-p; one-hot at temperature 0.
 
-    top-p keeps the fewest most likely tokens whose probabilities reach it; tokens that tie with the last one kept are kept.
+    top-p keeps the fewest most likely tokens whose probabilities reach it; tokens that tie with the last one kept
+    are kept.
     """
     greedy = settings.temperature <= 0.0
     scaled = logits / jnp.where(greedy, 1.0, settings.temperature)[:, None]
@@ -82,10 +83,10 @@ def accept(
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """How many of the first `offered[b]` drafts the target accepts, and the token it adds after them.
 
-    Draft j stands at `positions + j`; `target_logits[:, j]` is what the target says of that place. Greedy: a draft is accepted while
-    it equals the target's argmax. Sampled: draft x with probability min(1, p(x) / q(x)); after a rejection the token comes from
-    max(p - q, 0) renormalised, after none from p: the output has the target's distribution exactly (Leviathan et al. 2023;
-    Chen et al. 2023).
+    Draft j stands at `positions + j`; `target_logits[:, j]` is what the target says of that place. Greedy: a draft
+    is accepted while it equals the target's argmax. Sampled: draft x with probability min(1, p(x) / q(x)); after a
+    rejection the token comes from max(p - q, 0) renormalised, after none from p: the output has the target's
+    distribution exactly (Leviathan et al. 2023; Chen et al. 2023).
     """
     arguments = (drafts, draft_logits, target_logits, offered, positions, settings)
     return lax.cond(jnp.any(settings.temperature > 0.0), _accept_sampled, _accept_greedy, *arguments)

@@ -21,10 +21,11 @@ from .state import NOT_FINITE, RUNNING, STOPPED
 class Completion:
     """What followed one prompt.
 
-    text: the new text, None for a checkpoint without a tokenizer. tokens: the new ids; the end token and what belongs to a stop
-    text are left out. finish_reason: "stop" at an end token, stop id or stop text, "length" at max_new_tokens.
-    drafted: for each token 0 if the target supplied it, j if it was the accepted draft j of its round. rejected: for each token
-    the draft that was turned down in its favour, or None.
+    text: the new text, None for a checkpoint without a tokenizer. tokens: the new ids; the end token and what
+    belongs to a stop text are left out. finish_reason: "stop" at an end token, stop id or stop text, "length" at
+    max_new_tokens.
+    drafted: for each token 0 if the target supplied it, j if it was the accepted draft j of its round. rejected:
+    for each token the draft that was turned down in its favour, or None.
     """
 
     text: str | None
@@ -38,7 +39,8 @@ class Completion:
 class Statistics:
     """Figures of a whole batch. Rounds and tokens are summed over its sequences; compiling is in neither time.
 
-    acceptance: by draft position, the share of rounds that accepted it among those that offered it (nan where none did).
+    acceptance: by draft position, the share of rounds that accepted it among those that offered it (nan where none
+    did).
     """
 
     rounds: int
@@ -85,7 +87,7 @@ class Session:
                 jax.block_until_ready(self._state.length)
 
     def advance(self, rounds: int) -> None:
-        """Up to `rounds` rounds on the device, then a look at what came out. Raises FloatingPointError at NaN logits."""
+        """Runs up to `rounds` rounds and looks at what came out. Raises FloatingPointError at NaN logits."""
         with self._timed("decode", f"the decoding loop with {self._drafts} drafts"):
             self._state = self._engine.decode(
                 self._engine.leaves, self._state, self._settings, jnp.int32(rounds), drafts=self._drafts
@@ -110,8 +112,8 @@ class Session:
         if broken.size:
             b = int(broken[0])
             raise FloatingPointError(
-                f"the logits of prompt {b} at position {self._length[b]} are not finite: the weights or the arithmetic are "
-                f'broken there (try dtype="float32", or check the checkpoint); no token was made up'
+                f"the logits of prompt {b} at position {self._length[b]} are not finite: the weights or the arithmetic "
+                f'are broken there (try dtype="float32", or check the checkpoint); no token was made up'
             )
 
     @property

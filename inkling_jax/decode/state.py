@@ -43,7 +43,8 @@ class DecodeState:
 class Settings:
     """Per-sequence settings, all arrays: another value compiles nothing.
 
-    temperature: float32 [B], 0 for greedy. top_k: int32 [B], the vocabulary size for none. top_p: float32 [B], 1 for none.
+    temperature: float32 [B], 0 for greedy. top_k: int32 [B], the vocabulary size for none. top_p: float32 [B], 1
+    for none.
     seed: uint32 [B]. stop_ids: int32 [B, n], padded with -1.
     """
 

@@ -16,7 +16,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: InklingConfig, local: bool, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.shape = shape = config.attention(local)
-        self.log_scaling = None if local else (config.log_scaling_floor, config.log_scaling_alpha)
+        self.log_scaling = (None if local else config.log_scaling_floor, config.log_scaling_alpha)
         hidden, queries, keys = config.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.wq = Linear(hidden, queries, ("heads", "hidden"), dtype=dtype, rngs=rngs)
         self.wk = Linear(hidden, keys, ("kv_heads", "hidden"), dtype=dtype, rngs=rngs)
@@ -57,14 +57,12 @@ class Attention(nnx.Module):
         )
         if cache is not None:
             assert page_table is not None and k_ring is not None and v_ring is not None
-            cache = LayerCache(
-                cache.kv.write(k, v, page_table, rows), k_ring, v_ring, cache.attn_conv, cache.mlp_conv
-            )
+            cache = LayerCache(cache.kv.write(k, v, page_table, rows), k_ring, v_ring, cache.attn_conv, cache.mlp_conv)
         return self.wo(out.reshape(batch, new, -1)), cache
 
     def _tau(self, positions: Int[Array, "B T"]) -> Float[Array, "B T"] | None:
         """Log scaling of global layers, from the absolute position; exactly 1 below the floor."""
-        if self.log_scaling is None or self.log_scaling[0] is None:
-            return None
         floor, alpha = self.log_scaling
+        if floor is None:
+            return None
         return 1.0 + alpha * jnp.log(jnp.maximum((positions + 1).astype(jnp.float32) / floor, 1.0))

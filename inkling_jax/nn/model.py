@@ -122,4 +122,6 @@ def abstract_parameters(config: InklingConfig, dtype: DTypeLike = "bfloat16") ->
 
 def logical_axes(config: InklingConfig) -> dict[str, tuple[str | None, ...]]:
     """The logical axes of every parameter by its dotted path: the input of any sharding."""
-    return {path: variable.get_metadata()["axes"] for path, variable in _abstract(config, jnp.dtype("bfloat16")).items()}
+    return {
+        path: variable.get_metadata()["axes"] for path, variable in _abstract(config, jnp.dtype("bfloat16")).items()
+    }

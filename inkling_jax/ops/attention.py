@@ -86,9 +86,7 @@ def _accumulate(
 
 
 def _scores(q: Float[Array, "B K G T D"], k: Float[Array, "B S K D"]) -> Float[Array, "B K G T S"]:
-    scores = jnp.einsum(
-        "bkgtd,bskd->bkgts", q, k, precision=precision(q.dtype), preferred_element_type=jnp.float32
-    )
+    scores = jnp.einsum("bkgtd,bskd->bkgts", q, k, precision=precision(q.dtype), preferred_element_type=jnp.float32)
     return scores * (1.0 / q.shape[-1])
 
 

@@ -46,8 +46,9 @@ def _routed(
 ) -> Float[Array, "M A H"]:
     """Each row's output from each of its experts, before weighting: float32.
 
-    The (row, expert) pairs are sorted by expert and cut into blocks that hold one expert each. A scan walks over as many
-    blocks as there can be and skips the empty ones, so an expert's weights are read only where somebody was routed to it.
+    The (row, expert) pairs are sorted by expert and cut into blocks that hold one expert each. A scan walks over as
+    many blocks as there can be and skips the empty ones, so an expert's weights are read only where somebody was
+    routed to it.
     """
     experts, (rows, per_row) = w13.shape[0], ids.shape
     pairs = rows * per_row
