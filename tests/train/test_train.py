@@ -78,6 +78,7 @@ def test_balancing_moves_only_the_bias_and_against_the_load():
     np.testing.assert_array_equal(moved["w"], params["w"])
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_training_learns_a_pattern_evens_the_experts_and_repeats_itself():
     pattern = np.random.default_rng(0).integers(0, 40, 50)
@@ -116,6 +117,7 @@ def small_corpus(root: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_the_command_makes_a_checkpoint(tmp_path, capsys):
     (tmp_path / "corpus").mkdir()
