@@ -27,7 +27,8 @@ def test_there_and_back(command, checkpoint, tmp_path):
 def test_refusals(command, checkpoint, tmp_path):
     assert_one_error(command("convert", checkpoint, tmp_path / "new"), "--layout")
     assert_one_error(command("convert", checkpoint, tmp_path / "new", "--layout", "gguf"), "argument --layout")
-    assert_one_error(command("convert", tmp_path / "none", tmp_path / "new", "--layout", "original"), "no such directory")
+    nowhere = command("convert", tmp_path / "none", tmp_path / "new", "--layout", "original")
+    assert_one_error(nowhere, "no such directory")
     assert not (tmp_path / "new").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("precious")

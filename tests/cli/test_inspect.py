@@ -43,8 +43,8 @@ def test_the_report_says_the_same_in_words(command, checkpoint):
 
 
 def test_float32_weights_take_twice_the_memory(command, checkpoint):
-    sizes = [json.loads(command("inspect", checkpoint, "--dtype", dtype, "--json").out) for dtype in ("bfloat16", "float32")]
-    weights = [found["memory"]["bytes"]["weights"] for found in sizes]
+    reports = [command("inspect", checkpoint, "--dtype", dtype, "--json").out for dtype in ("bfloat16", "float32")]
+    weights = [json.loads(report)["memory"]["bytes"]["weights"] for report in reports]
     assert weights[0] < weights[1] <= 2 * weights[0]
 
 
