@@ -1,4 +1,4 @@
-"""Drafts change the speed and nothing else: tokens, counts and caches under every kind of drafter, against the oracle."""
+"""Drafts change the speed and nothing else: tokens, counts, caches with every kind of drafter, against the oracle."""
 
 from dataclasses import replace
 from functools import cache
@@ -75,12 +75,12 @@ def check_tokens(state):
         np.testing.assert_array_equal(state.tokens[b, :end], truth()[b][:end])
 
 
-# ----------------------------------------------------------------------------------------------------- injected drafters
+# ---------------------------------------------------------------------------------------------------- injected drafters
 
 
 @cache
 def injected():
-    """One round in which `modes` [B, CYCLE, drafts] says of each draft whether it is the depth's own, right or wrong."""
+    """One round in which `modes` [B, CYCLE, drafts] says of each draft if it is the depth's own, right or wrong."""
 
     @jax.jit
     def run(leaves, state, settings, tokens, modes):
@@ -178,33 +178,43 @@ def test_a_stop_id_ends_the_sequence_wherever_it_falls_in_a_round(place):
     assert int(state.status[b]) == STOPPED
 
 
-# ---------------------------------------------------------------------------------------------------------------- caches
+# --------------------------------------------------------------------------------------------------------------- caches
+
+
+WINDOW = 2 * DRAFTS  # rows that a round runs through every depth
+SPOILED = DRAFTS + 1  # rows before the frontier that a round may leave unwritten or wrong in a depth
 
 
 def check_caches(state):
-    """All that a later round can read: rows before its new ones, back to where the window and the taps reach."""
+    """All that a later round can read: rows before its new ones, back to where the window and the taps reach.
+
+    With c of K drafts accepted the frontier moves by c + 1, while depth d has seen true tokens up to d + 1 before the
+    last accepted one at best: K + 1 rows are then due, and those before them must be right for good.
+    """
     state = jax.tree.map(np.asarray, state)
     for b in range(len(PROMPTS)):
         backbone, depths = oracle(b)
         frontier = int(state.length[b]) - 1  # the first row that the next round runs through the target
-        window = max(frontier - 2 * DRAFTS, 0)  # the first row that it runs through the depths
         for layer, exact in zip(state.cache.layers, backbone["layers"], strict=True):
-            check_layer(state.cache, layer, b, frontier, exact)
+            check_layer(state.cache, layer, b, frontier, frontier, exact)
         for layer, exact in zip(state.cache.depths, depths, strict=True):
-            check_layer(state.cache, layer, b, window, exact["layer"])
-        check_ring(state.hidden, b, np.arange(window, frontier), backbone["hidden"])
+            check_layer(state.cache, layer, b, frontier - WINDOW, frontier - SPOILED, exact["layer"])
+        check_ring(state.hidden, b, span(frontier - WINDOW, frontier), backbone["hidden"])
 
 
-def check_layer(cache: Cache, layer: LayerCache, b: int, end: int, exact: dict[str, np.ndarray]):
-    first = 0 if layer.kv.ring is None else max(end - CONFIG.window + 1, 0)
-    at = np.arange(first, end)
+def span(first: int, end: int) -> np.ndarray:
+    return np.arange(max(first, 0), max(end, 0))
+
+
+def check_layer(cache: Cache, layer: LayerCache, b: int, start: int, end: int, exact: dict[str, np.ndarray]):
+    """Rows before `end` that a step beginning at `start` or later can read."""
+    at = span(0 if layer.kv.ring is None else start - CONFIG.window + 1, end)
     page = table(cache, layer)[b, at // PAGE]
     assert (page >= 0).all()
     for pool, rows in ((layer.kv.k, exact["k"]), (layer.kv.v, exact["v"])):
         check_rows(pool[page, :, at % PAGE], rows[at])
-    taps = np.arange(max(end - CONFIG.conv_width + 1, 0), end)
     for name in ("k_conv", "v_conv", "attn_conv", "mlp_conv"):
-        check_ring(getattr(layer, name), b, taps, exact[name])
+        check_ring(getattr(layer, name), b, span(start - CONFIG.conv_width + 1, end), exact[name])
 
 
 def table(cache: Cache, layer: LayerCache) -> np.ndarray:
