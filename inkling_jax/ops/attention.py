@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..cache import PagedKV, Rows
 from ..config import AttentionShape
-from .linear import precision
+from .linear import linear, precision
 
 MASKED = -1e30  # finite, so that a wholly masked block leaves the running sums exactly as they were
 BLOCK = 256  # cached key positions per step
@@ -45,9 +45,8 @@ def attend(
     """
     batch, new, heads, dim = q.shape
     grouped = q.reshape(batch, new, shape.kv_heads, heads // shape.kv_heads, dim).transpose(0, 2, 3, 1, 4)
-    rel = jnp.einsum(
-        "btnr,rx->bntx", r, rel_proj, precision=precision(r.dtype), preferred_element_type=jnp.float32
-    ).reshape(*grouped.shape[:4], shape.extent)
+    # A product that also transposes has no bfloat16 form on the CPU (jax 0.11.2, 0.12.0).
+    rel = linear(r, rel_proj.T, jnp.float32).transpose(0, 2, 1, 3).reshape(*grouped.shape[:4], shape.extent)
     state = _new_rows(grouped, k, v, rel, tau, shape)
     if kv is not None:
         assert page_table is not None

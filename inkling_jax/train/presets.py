@@ -51,7 +51,7 @@ _COMMON = dict(
 NANO = Preset(
     vocab_size=2048,
     real_vocab_size=2040,
-    recipe=Recipe(steps=6000, batch=32, length=1024),
+    recipe=Recipe(steps=5600, batch=32, length=1024),
     sizes=_COMMON | dict(
         hidden_size=192, num_layers=5, local_layers=(0, 1, 3), dense_layers=(0,), dense_size=384,
         num_heads=6, num_kv_heads=2, head_dim=32, local_num_heads=6, local_num_kv_heads=3, local_head_dim=32,
