@@ -25,7 +25,7 @@ def expected(checkpoint):
 def test_it_streams_text_to_stdout_and_statistics_to_stderr(command, checkpoint, expected):
     done = command("generate", "--model", checkpoint, "--prompt", PROMPT, *SHORT)
     assert (done.code, done.out) == (0, expected.text + "\n")
-    assert re.search(r"(?m)^\d+ tokens in \d+ rounds \(\d\.\d\d a round\); drafts accepted by position: .* %;", done.err)
+    assert re.search(r"(?m)^\d+ tokens in \d+ rounds \(\d\.\d\d a round\); drafts accepted by position: .* %", done.err)
 
 
 def test_a_file_and_standard_input_give_what_a_prompt_gives(command, checkpoint, expected, tmp_path, monkeypatch):
