@@ -95,11 +95,11 @@ class InklingModel(nnx.Module):
         `h_prev` is what `hidden` gave for d = 0 and what depth d - 1 gave otherwise.
         """
         rows = rows or _whole(h_prev)
-        if d > 0 and self.chained:
-            h_prev = self.mtp_chain_norm(h_prev)
         own = None if cache is None else cache.depths[d]
         table = None if cache is None or own is None else cache.page_table(own)
         out, own = self.mtp[d](h_prev, e, rows, own, table)
+        if self.chained:  # its output is what the logits and the next depth take (vLLM, SGLang, transformers)
+            out = self.mtp_chain_norm(out)
         if cache is not None and own is not None:
             cache = dataclasses.replace(cache, depths=(*cache.depths[:d], own, *cache.depths[d + 1 :]))
         return out, cache
