@@ -39,7 +39,9 @@ def distribution(logits: Float[Array, "B V"], settings: Settings) -> Float[Array
     are kept.
     """
     greedy = settings.temperature <= 0.0
-    scaled = logits / jnp.where(greedy, 1.0, settings.temperature)[:, None]
+    # Less the maximum first: however small the temperature, nothing overflows, and inf - inf is NaN.
+    temperature = jnp.maximum(settings.temperature, jnp.finfo(jnp.float32).tiny)
+    scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature[:, None]
     restricted = jnp.any((settings.top_k < logits.shape[1]) | (settings.top_p < 1.0))
     probabilities = lax.cond(restricted, _restrict, lambda x, _: jax.nn.softmax(x, axis=-1), scaled, settings)
     best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[1], dtype=jnp.float32)
