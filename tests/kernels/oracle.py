@@ -1,0 +1,34 @@
+"""Independent float64 mathematics in NumPy, and how far a dtype may be from it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+# The unit roundoff of each type and a little for the float32 arithmetic before it; float32 itself gets 8 of them.
+ROUNDING = {"bfloat16": 2.0**-8 * 1.01, "float16": 2.0**-11 * 1.01, "float32": 2.0**-21}
+
+
+def random(seed: int, shape: tuple[int, ...], dtype=jnp.float32, scale: float = 1.0) -> jax.Array:
+    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype(dtype)
+
+
+def f64(x) -> np.ndarray:
+    return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
+
+
+def rms_norm64(x: np.ndarray, weight, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * f64(weight)
+
+
+def assert_rounds_to(actual: jax.Array, exact: np.ndarray, roundings: int = 1, floor: float = 1e-6) -> None:
+    """Each element is the exact value after that many roundings to its type; `floor` is the room near zero."""
+    assert actual.shape == exact.shape
+    room = ROUNDING[actual.dtype.name] * roundings * np.abs(exact) + floor
+    worst = np.abs(f64(actual) - exact) - room
+    assert np.all(worst <= 0), f"off by {worst.max()} beyond the rounding, at {np.unravel_index(worst.argmax(), worst.shape)}"
+
+
+def bits(x: jax.Array) -> np.ndarray:
+    """The raw bits, so that equality means bitwise."""
+    return np.asarray(x).view({2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
