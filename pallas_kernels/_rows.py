@@ -16,6 +16,7 @@ from pallas_kernels._dispatch import next_power_of_2
 
 LEAST_TILE, MOST_TILE = 256, 2048
 Tiles = list[jax.Array]
+Range = tuple[jax.Array, jax.Array | None]  # columns, mask
 
 
 def rms_norm(x: Float[Array, "... H"], weight: Float[Array, " H"], eps: float) -> Float[Array, "... H"]:
@@ -45,16 +46,25 @@ class Columns:
     tile: int
 
     @classmethod
-    def of(cls, width: int) -> "Columns":
+    def of(cls, width: int, most: int = MOST_TILE) -> "Columns":
         """The largest power of two that divides the width, else one masked tile or several."""
-        divisor = min(width & -width, MOST_TILE)
-        return cls(width, divisor if divisor >= LEAST_TILE else min(next_power_of_2(width), MOST_TILE))
+        divisor = min(width & -width, most)
+        return cls(width, divisor if divisor >= LEAST_TILE else min(next_power_of_2(width), most))
 
-    def ranges(self) -> list[tuple[jax.Array, jax.Array | None]]:
-        """Each tile's column indices, and the mask of its real ones where the tile passes the width."""
-        lanes = jnp.arange(self.tile)
-        starts = range(0, self.width, self.tile)
-        return [(s + lanes, s + lanes < self.width if s + self.tile > self.width else None) for s in starts]
+    @property
+    def count(self) -> int:
+        """How many tiles there are."""
+        return -(-self.width // self.tile)
+
+    def range_of(self, index: int | jax.Array) -> Range:
+        """A tile's column indices, and the mask of its real ones where tiles pass the width."""
+        columns = index * self.tile + jnp.arange(self.tile)
+        inside = self.width % self.tile == 0 or (isinstance(index, int) and index < self.count - 1)
+        return columns, None if inside else columns < self.width
+
+    def ranges(self) -> list[Range]:
+        """All tiles."""
+        return [self.range_of(index) for index in range(self.count)]
 
     def load(self, ref, *index) -> Tiles:
         """Row `ref[*index, :width]` in float32."""

@@ -5,12 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import embed_dual_norm_cat, embed_norm
-from tests.kernels.oracle import DTYPES, assert_rounds_to, bits, f64, random, rms_norm64
+import pallas_kernels
+from tests.kernels.oracle import DTYPES, assert_rounds_to, bits, f64, jitted, random, rms_norm64
 
+embed_dual_norm_cat = jitted(pallas_kernels.embed_dual_norm_cat)
+embed_norm = jitted(pallas_kernels.embed_norm)
 EPS = 1e-6
 VOCAB = 37
-GRID = list(itertools.product([1, 5], [96, 300, 768], DTYPES, [True, False], [True, False]))
+SHAPES = [(1, 96), (5, 300), (3, 768)]
+GRID = [(*shape, *rest) for shape, rest in itertools.product(SHAPES, itertools.product(DTYPES, [True, False], [True, False]))]
 
 
 def arguments(rows: int, width: int, dtype, gather: bool, pre_norm: bool):
@@ -30,7 +33,7 @@ def unfused(hidden, hidden_weight, embed_weight, rows, pre_norm_weight, implemen
         return embed_norm(jnp.arange(len(x), dtype=jnp.int32), x, weight, eps=EPS, implementation=implementation)
 
     embeds = rows if pre_norm_weight is None else norm(rows, pre_norm_weight)
-    return jnp.concatenate([norm(hidden, hidden_weight), norm(embeds, embed_weight)], axis=-1)
+    return np.concatenate([norm(hidden, hidden_weight), norm(embeds, embed_weight)], axis=-1)
 
 
 @pytest.mark.parametrize(("rows", "width", "dtype", "gather", "pre_norm"), GRID)
@@ -46,7 +49,7 @@ def test_bitwise_the_unfused_sequence(implementation, rows, width, dtype, gather
         np.testing.assert_array_equal(bits(fused), bits(expected))
 
 
-@pytest.mark.parametrize(("rows", "width", "dtype", "gather", "pre_norm"), GRID[-24:])
+@pytest.mark.parametrize(("rows", "width", "dtype", "gather", "pre_norm"), GRID[12:])
 def test_float64(implementation, rows, width, dtype, gather, pre_norm):
     hidden, hidden_weight, embed_weight, source, embeds = arguments(rows, width, dtype, gather, pre_norm)
     fused = embed_dual_norm_cat(hidden, hidden_weight, embed_weight, eps=EPS, implementation=implementation, **source)

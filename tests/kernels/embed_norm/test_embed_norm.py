@@ -2,9 +2,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import embed_norm
-from tests.kernels.oracle import DTYPES, assert_rounds_to, bits, f64, random, rms_norm64
+import pallas_kernels
+from tests.kernels.oracle import DTYPES, assert_rounds_to, bits, f64, jitted, random, rms_norm64
 
+embed_norm = jitted(pallas_kernels.embed_norm)
 EPS = 1e-6
 IDS = jnp.array([3, 0, 10, 3, 7], jnp.int32)
 
