@@ -121,8 +121,9 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, *refs, plan: Plan):
         if tau_ref is not None:
             factor *= plt.load(tau_ref.at[sequence, row], mask=real, other=1).astype(jnp.float32)[:, None]
         bias = make_bias(plan, extra, sequence, tile, row, query_head, real, length)
-        keys = functools.partial(load_block, plan, k_ref, v_ref, table_ref, sequence, head, length)
-        return walk(plan, q, row, length, low, factor, keys, bias)
+        pages = functools.partial(load_pages, plan, table_ref, sequence, length)
+        keys = functools.partial(load_block, plan, k_ref, v_ref, head, length)
+        return walk(plan, q, row, length, low, factor, pages, keys, bias)
 
     if plan.chunks == 1:
         out, _ = run()
@@ -137,8 +138,12 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, *refs, plan: Plan):
         plt.store(sum_ref.at[sequence, chunk, row, query_head], log_sum, mask=real)
 
 
-def walk(plan: Plan, q, row, length, low, factor, keys, bias):
-    """The softmax over one chunk: far blocks (no bias, nothing of the future), then near ones."""
+def walk(plan: Plan, q, row, length, low, factor, pages, keys, bias):
+    """The softmax over one chunk: far blocks (no bias, nothing of the future), then near ones.
+
+    Each step looks up the next block's page and hands it on. Looked up in its own step, the page would take up a stage of
+    Triton's pipeline, and with it a buffer of keys and values: at 4 stages one block would be in flight and not three.
+    """
     high = jnp.minimum(low + plan.chunk, length)
     oldest = length - plan.rows
     begin = divide(low, plan.block)
@@ -146,8 +151,9 @@ def walk(plan: Plan, q, row, length, low, factor, keys, bias):
     far = divide(jnp.maximum(oldest - plan.extent + 1, 0), plan.block)
     far = jnp.minimum(jnp.maximum(far, begin), end)
 
-    def body(near: bool, i, state):
-        key, k, v = keys(i * plan.block, near)
+    def body(near: bool, i, carry):
+        page, state = carry
+        key, k, v = keys(i * plan.block, page, near)
         scores = flash.dot_transposed(q, k) * (plan.scale * factor)
         distance = (oldest + row)[:, None] - key[None, :]
         if near and bias is not None:
@@ -156,17 +162,25 @@ def walk(plan: Plan, q, row, length, low, factor, keys, bias):
         if plan.window is not None:
             visible = (distance < plan.window) if visible is None else visible & (distance < plan.window)
         scores = scores if visible is None else jnp.where(visible, scores, -jnp.inf)
-        return flash.step(state, scores, v)
+        return pages((i + 1) * plan.block), flash.step(state, scores, v)
 
-    state = flash.start(q.shape[0], q.shape[1])
+    carry = pages(begin * plan.block), flash.start(q.shape[0], q.shape[1])
     if plan.window is None or plan.window > plan.extent:
-        state = jax.lax.fori_loop(begin, far, functools.partial(body, False), state)
+        carry = jax.lax.fori_loop(begin, far, functools.partial(body, False), carry)
     else:
         far = begin
-    return flash.finish(jax.lax.fori_loop(far, end, functools.partial(body, True), state))
+    return flash.finish(jax.lax.fori_loop(far, end, functools.partial(body, True), carry)[1])
 
 
-def load_block(plan: Plan, k_ref, v_ref, table_ref, sequence, head, length, start, near: bool):
+def load_pages(plan: Plan, table_ref, sequence, length, start):
+    """The page of the block that begins at `start`, or of each of its keys where pages do not hold whole blocks."""
+    if plan.page % plan.block == 0:
+        return plt.load(table_ref.at[sequence, divide(start, plan.page)], mask=start < length, other=0)
+    key = start + jnp.arange(plan.block, dtype=jnp.int32)
+    return plt.load(table_ref.at[sequence, divide(key, plan.page)], mask=key < length, other=0)
+
+
+def load_block(plan: Plan, k_ref, v_ref, head, length, start, page, near: bool):
     """Positions, keys and values of one block. Rows past the length are zeros, whatever their page holds."""
     key = start + jnp.arange(plan.block, dtype=jnp.int32)
     columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
@@ -175,12 +189,10 @@ def load_block(plan: Plan, k_ref, v_ref, table_ref, sequence, head, length, star
         live = (key < length)[:, None]
         mask = live if mask is None else live & mask
     mask = None if mask is None else jnp.broadcast_to(mask, (plan.block, columns.size))
-    if plan.page % plan.block == 0:  # the block lies in one page: one look-up, contiguous rows
-        page = table_ref[sequence, divide(start, plan.page)]
+    if plan.page % plan.block == 0:  # contiguous rows
         offset = remainder(start, plan.page) + jnp.arange(plan.block, dtype=jnp.int32)
     else:
-        page = plt.load(table_ref.at[sequence, divide(key, plan.page)], mask=key < length, other=0)[:, None]
-        offset = remainder(key, plan.page)
+        page, offset = page[:, None], remainder(key, plan.page)
     at = (page, head, offset[:, None], columns[None, :])
     other = None if mask is None else 0
     return key, plt.load(k_ref.at[at], mask=mask, other=other), plt.load(v_ref.at[at], mask=mask, other=other)
