@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels._dispatch import check_float, check_index, check_shape, next_power_of_2
 
+Write = Callable[[jax.Array, jax.Array, jax.Array], None]  # (row, ring slot, whether to)
 Load = Callable[[jax.Array, jax.Array | bool], jax.Array]  # (row, whether to) -> one float32 tile, 0 where not loaded
 
 
@@ -56,13 +57,15 @@ def ring_reference(
 
 
 def check_conv(op: str, names: Sequence[str], x: jax.Array, weight: jax.Array, ring: jax.Array) -> None:
-    """Raise ValueError unless weight [C, W] and ring [B, R >= W - 1, C] fit x [B, T, C]; names are those of the last two."""
+    """Raise ValueError unless weight [C, W] and ring [B, R >= W - 1, C] fit x [B, T, C], in their order the names."""
     check_float(op, names[0], weight)
     check_shape(op, names[0], weight, (x.shape[2], None))
     check_float(op, names[1], ring, like=x)
     check_shape(op, names[1], ring, (x.shape[0], None, x.shape[2]))
     if ring.shape[1] < max(weight.shape[1] - 1, 1):
-        raise ValueError(f"{op}: {names[1]} has {ring.shape[1]} rows; expected at least {weight.shape[1] - 1}, the taps less one")
+        raise ValueError(
+            f"{op}: {names[1]} has {ring.shape[1]} rows; expected at least {weight.shape[1] - 1}, the taps less one"
+        )
 
 
 def check_rows(op: str, start: jax.Array, count: jax.Array, batch: int) -> None:
@@ -90,45 +93,45 @@ class RowPlan:
     def programs(self) -> int:
         return pl.cdiv(self.rows, self.block)
 
-    def for_each_row(self, body: Callable[[jax.Array], None]) -> None:
-        """Run `body(t)` for the rows of this program, the second axis of the grid."""
-        first = pl.program_id(1) * self.block
+    def for_each_row(self, program: jax.Array, body: Callable[[jax.Array], None]) -> None:
+        """Run `body(t)` for the rows of a program, counted along the sequence."""
+        first = program * self.block
         if self.block == 1:
             body(first)
         else:
             jax.lax.fori_loop(first, jnp.minimum(first + self.block, self.rows), lambda t, _: body(t), None)
 
-    def write_ring(self, start, count, write: Callable[[jax.Array, jax.Array, jax.Array], None], barrier: bool) -> None:
-        """Call `write(t, slot, whether to)` for the rows whose ring slot is this program's to write."""
+    def write_ring(self, program: jax.Array, start: jax.Array, count: jax.Array, write: Write, barrier: bool) -> None:
+        """Call `write` for the rows whose ring slot is this program's to write."""
         if self.block == 1:
-            t = pl.program_id(1)
-            write(t, (start + t) % self.ring_rows, t < count)
+            write(program, (start + program) % self.ring_rows, program < count)
             return
 
-        @pl.when(pl.program_id(1) == 0)
+        @pl.when(program == 0)
         def first_block():
             if barrier:  # other warps of this block may still be reading the rows that are about to go
                 plt.debug_barrier()
             oldest = jnp.maximum(count - self.ring_rows, 0)
             steps = jnp.minimum(count, self.ring_rows)
             jax.lax.fori_loop(
-                0, steps, lambda i, _: write(oldest + i, (start + oldest + i) % self.ring_rows, oldest + i < count), None
+                0,
+                steps,
+                lambda i, _: write(oldest + i, (start + oldest + i) % self.ring_rows, oldest + i < count),
+                None,
             )
 
 
-def load_taps(ref, channels: jax.Array, mask: jax.Array | None) -> list[jax.Array]:
-    """The W taps of each channel, a float32 tile per tap.
+def load_taps(ref, index: tuple[jax.Array, ...], mask: jax.Array) -> list[jax.Array]:
+    """The taps `ref[*index, :]`, a float32 tile per tap, 0 where the mask is false.
 
-    A channel's taps lie side by side, so they are loaded as rows and taken apart in registers: one strided load per tap
-    would be 2 bytes wide.
+    A channel's taps lie side by side, so they are loaded together and taken apart in registers: one strided load per
+    tap would be 2 bytes wide.
     """
-    width = ref.shape[1]
-    columns = jnp.arange(next_power_of_2(width))
-    flat = channels.reshape(-1)
-    live = columns[None, :] < width
-    live = live & (flat < ref.shape[0] if mask is None else mask.reshape(-1))[:, None]
-    taps = plt.load(ref.at[flat[:, None], columns[None, :]], mask=live, other=0.0).astype(jnp.float32)
-    return [jnp.sum(jnp.where(columns[None, :] == j, taps, 0.0), axis=1).reshape(channels.shape) for j in range(width)]
+    width = ref.shape[-1]
+    column = jnp.arange(next_power_of_2(width)).reshape((1,) * mask.ndim + (-1,))
+    at = ref.at[(*(i[..., None] for i in index), column)]
+    taps = plt.load(at, mask=mask[..., None] & (column < width), other=0.0).astype(jnp.float32)
+    return [jnp.sum(jnp.where(column == j, taps, 0.0), axis=-1) for j in range(width)]
 
 
 def conv_row(t, start, plan: RowPlan, taps: list[jax.Array], load_new: Load, load_ring: Load) -> jax.Array:

@@ -41,7 +41,7 @@ LEAST_SHARED_MEMORY = {"cuda": 99 * KIB, "rocm": 64 * KIB}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The device that traced code is meant for: "cpu", "cuda", "rocm" or another platform, and "sm_90", "gfx942", ..."""
+    """The device that traced code is meant for: platform "cpu", "cuda", "rocm", ..., arch "sm_90", "gfx942", ..."""
 
     platform: str
     arch: str
@@ -104,15 +104,19 @@ def pallas_call(
     grid: tuple[int, ...],
     out_shape: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
     num_warps: int = 4,
+    threads: int | None = None,
     num_stages: int = 2,
     aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., jax.Array]:
     """`pl.pallas_call` over whole arrays, for Triton or, with "interpret", its interpreter.
 
     `kernel` is a function of the refs, or a functools.partial that binds hashable keywords to a module's function.
+    `threads` of a block may be given instead of `num_warps`: AMD's warps have 64 of them, NVIDIA's 32.
     `aliases` maps operands to the outputs written in place. On a card, the kernel is compiled once by itself when it
     is first traced: a kernel that fails to compile raises RuntimeError with its own name and the way out.
     """
+    if threads is not None:
+        num_warps = max(threads // (64 if target().platform == "rocm" else 32), 1)
     call = pl.pallas_call(
         kernel,
         grid=grid,
@@ -171,7 +175,7 @@ def warn_of_command_buffers(where: Target) -> None:
     """gfx950 crashes when a command buffer holds a while loop (openxla/xla#46952); only an XLA flag avoids it."""
     if where.arch == "gfx950" and "--xla_gpu_enable_command_buffer=" not in os.environ.get("XLA_FLAGS", ""):
         warnings.warn(
-            "set XLA_FLAGS=--xla_gpu_enable_command_buffer= before JAX starts: on gfx950 loops in command buffers crash",
+            "set XLA_FLAGS=--xla_gpu_enable_command_buffer= before JAX starts: gfx950 crashes on loops in them",
             stacklevel=2,
         )
 

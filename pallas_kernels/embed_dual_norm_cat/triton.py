@@ -54,6 +54,6 @@ def embed_dual_norm_cat_triton(
         implementation=implementation,
         grid=(rows, 2),
         out_shape=jax.ShapeDtypeStruct((rows, 2 * width), hidden.dtype),
-        num_warps=8 if rows <= 64 else 4,
+        threads=256 if rows <= 64 else 128,
     )
     return call(hidden, embeds, hidden_weight, embed_weight, *extra)

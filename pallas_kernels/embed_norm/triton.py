@@ -39,6 +39,6 @@ def embed_norm_triton(
         implementation=implementation,
         grid=(rows,),
         out_shape=[out] * (1 + len(extra)),
-        num_warps=8 if rows <= 64 else 4,
+        threads=256 if rows <= 64 else 128,
     )
     return tuple(call(token_ids, embed_table, weight, *extra))

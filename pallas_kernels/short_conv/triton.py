@@ -31,7 +31,7 @@ def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
     residual_ref = rest.pop(0) if fused.residual else None
     norm_ref = rest.pop(0) if fused.norm else None
     _, out_ref, *normed_ref, ring_ref = rest
-    b = pl.program_id(0)
+    b, program = pl.program_id(0), pl.program_id(1)
     start, count = start_ref[b], count_ref[b]
     tiles = columns.ranges() if fused.norm else [columns.range_of(pl.program_id(2))]
 
@@ -45,7 +45,7 @@ def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
             t,
             start,
             plan,
-            load_taps(weight_ref, cols, mask),
+            load_taps(weight_ref, (cols,), cols < columns.width),
             lambda row, whether: load(x_ref, row, cols, mask, live & whether),
             lambda row, whether: load(ring_ref, row, cols, mask, live & whether),
         )
@@ -66,8 +66,8 @@ def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
             mask = jnp.broadcast_to(whether, cols.shape) & (cols < columns.width if mask is None else mask)
             plt.store(ring_ref.at[b, slot, cols], plt.load(x_ref.at[b, t, cols], mask=mask, other=0.0), mask=mask)
 
-    plan.for_each_row(row)
-    plan.write_ring(start, count, write, fused.barrier)
+    plan.for_each_row(program, row)
+    plan.write_ring(program, start, count, write, fused.barrier)
 
 
 def short_conv_triton(
@@ -96,7 +96,7 @@ def short_conv_triton(
         implementation=implementation,
         grid=(batch, plan.programs, 1 if norm else columns.count),
         out_shape=[*outs, jax.ShapeDtypeStruct(ring.shape, ring.dtype)],
-        num_warps=8 if norm else 2,
+        threads=256 if norm else 64,
         num_stages=1,
         aliases={len(operands) - 1: len(outs)},
     )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-STATIC = ("eps", "implementation", "heads", "kv_heads", "ring_rows", "experts_per_token", "scale")
+STATIC = ("eps", "implementation", "heads", "kv_heads", "kv_rows", "experts_per_token")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # The unit roundoff of each type and a little for the float32 arithmetic before it; float32 itself gets 8 of them.
 ROUNDING = {"bfloat16": 2.0**-8 * 1.01, "float16": 2.0**-11 * 1.01, "float32": 2.0**-21}
@@ -25,12 +25,16 @@ def rms_norm64(x: np.ndarray, weight, eps: float) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * f64(weight)
 
 
-def assert_rounds_to(actual: jax.Array | np.ndarray, exact: np.ndarray, roundings: int = 1, floor: float = 1e-6) -> None:
+def assert_rounds_to(
+    actual: jax.Array | np.ndarray, exact: np.ndarray, roundings: int = 1, floor: float = 1e-6
+) -> None:
     """Each element is the exact value after that many roundings to its type; `floor` is the room near zero."""
     assert actual.shape == exact.shape
     room = ROUNDING[actual.dtype.name] * roundings * np.abs(exact) + floor
     worst = np.abs(f64(actual) - exact) - room
-    assert np.all(worst <= 0), f"off by {worst.max()} beyond the rounding, at {np.unravel_index(worst.argmax(), worst.shape)}"
+    assert np.all(worst <= 0), (
+        f"off by {worst.max()} beyond the rounding, at {np.unravel_index(worst.argmax(), worst.shape)}"
+    )
 
 
 def bits(x: jax.Array | np.ndarray) -> np.ndarray:

@@ -13,7 +13,10 @@ embed_norm = jitted(pallas_kernels.embed_norm)
 EPS = 1e-6
 VOCAB = 37
 SHAPES = [(1, 96), (5, 300), (3, 768)]
-GRID = [(*shape, *rest) for shape, rest in itertools.product(SHAPES, itertools.product(DTYPES, [True, False], [True, False]))]
+GRID = [
+    (*shape, *rest)
+    for shape, rest in itertools.product(SHAPES, itertools.product(DTYPES, [True, False], [True, False]))
+]
 
 
 def arguments(rows: int, width: int, dtype, gather: bool, pre_norm: bool):
@@ -66,7 +69,8 @@ def test_the_inner_rounding_matters():
     hidden, hidden_weight, embed_weight, source, embeds = arguments(5, 768, jnp.bfloat16, False, True)
     fused = embed_dual_norm_cat(hidden, hidden_weight, embed_weight, eps=EPS, implementation="xla", **source)
     wide = unfused(
-        *(x.astype(jnp.float32) for x in (hidden, hidden_weight, embed_weight, embeds, source["pre_norm_weight"])), "xla"
+        *(x.astype(jnp.float32) for x in (hidden, hidden_weight, embed_weight, embeds, source["pre_norm_weight"])),
+        "xla",
     )
     assert np.any(bits(fused) != bits(wide.astype(jnp.bfloat16)))
 
@@ -82,6 +86,8 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"hidden has shape \[1, 5, 32\]"):
         embed_dual_norm_cat(hidden[None], hw, ew, eps=EPS, **source)
     with pytest.raises(ValueError, match=r"token_ids has shape \[4\]; expected \[5\]"):
-        embed_dual_norm_cat(hidden, hw, ew, eps=EPS, token_ids=source["token_ids"][1:], embed_table=source["embed_table"])
+        embed_dual_norm_cat(
+            hidden, hw, ew, eps=EPS, token_ids=source["token_ids"][1:], embed_table=source["embed_table"]
+        )
     with pytest.raises(NotImplementedError, match="needs an NVIDIA or AMD GPU"):
         embed_dual_norm_cat(hidden, hw, ew, eps=EPS, implementation="triton", **source)
