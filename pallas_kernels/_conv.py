@@ -56,12 +56,12 @@ def ring_reference(
     return ring.at[jnp.arange(x.shape[0])[:, None], slots].set(x, mode="drop")
 
 
-def check_conv(op: str, names: Sequence[str], x: jax.Array, weight: jax.Array, ring: jax.Array) -> None:
-    """Raise ValueError unless weight [C, W] and ring [B, R >= W - 1, C] fit x [B, T, C], in their order the names."""
+def check_conv(op: str, names: Sequence[str], x: jax.Array, channels: int, weight: jax.Array, ring: jax.Array) -> None:
+    """Raise ValueError unless weight [C, W] and ring [B, R >= W - 1, C], so named, fit C channels of x [B, T, ..]."""
     check_float(op, names[0], weight)
-    check_shape(op, names[0], weight, (x.shape[2], None))
+    check_shape(op, names[0], weight, (channels, None))
     check_float(op, names[1], ring, like=x)
-    check_shape(op, names[1], ring, (x.shape[0], None, x.shape[2]))
+    check_shape(op, names[1], ring, (x.shape[0], None, channels))
     if ring.shape[1] < max(weight.shape[1] - 1, 1):
         raise ValueError(
             f"{op}: {names[1]} has {ring.shape[1]} rows; expected at least {weight.shape[1] - 1}, the taps less one"

@@ -73,7 +73,7 @@ def copy_rate() -> float:
 def first_elements(tree: Any) -> jax.Array:
     """A number that depends on every output, so that none is dropped and nothing inside is simplified."""
     leaves = jax.tree.leaves(lax.optimization_barrier(tree))
-    return sum((leaf.ravel()[0].astype(jnp.float32) for leaf in leaves), jnp.float32(0))
+    return sum((leaf.ravel()[0].astype(jnp.float32) for leaf in leaves), start=jnp.zeros((), jnp.float32))
 
 
 def body(case: Case, implementation: Implementation | None, inputs: list, sweeping: bool) -> Callable[[int, Any], Any]:

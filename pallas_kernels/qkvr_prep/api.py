@@ -48,8 +48,8 @@ def qkvr_prep(
     """
     weights = Weights(k_conv_weight, v_conv_weight, q_norm_weight, k_norm_weight)
     layout = check_product(qkvr, weights, heads, kv_heads)
-    check_conv(OP, ("k_conv_weight", "k_ring"), as_rows(qkvr, layout), k_conv_weight, k_ring)
-    check_conv(OP, ("v_conv_weight", "v_ring"), as_rows(qkvr, layout), v_conv_weight, v_ring)
+    check_conv(OP, ("k_conv_weight", "k_ring"), qkvr, layout.kv * layout.dim, k_conv_weight, k_ring)
+    check_conv(OP, ("v_conv_weight", "v_ring"), qkvr, layout.kv * layout.dim, v_conv_weight, v_ring)
     check_shape(OP, "v_conv_weight", v_conv_weight, k_conv_weight.shape)
     check_shape(OP, "v_ring", v_ring, k_ring.shape)
     check_rows(OP, start, count, qkvr.shape[0])
@@ -64,11 +64,6 @@ def qkvr_prep(
     if chosen == "xla" or qkvr.size == 0:
         return qkvr_prep_reference(*operands)
     return qkvr_prep_triton(*operands, chosen)
-
-
-def as_rows(qkvr: jax.Array, layout: Heads) -> jax.ShapeDtypeStruct:
-    """The shape of k or v before heads are told apart: what the rings have to fit."""
-    return jax.ShapeDtypeStruct((*qkvr.shape[:2], layout.kv * layout.dim), qkvr.dtype)
 
 
 def check_product(qkvr: jax.Array, weights: Weights, heads: int, kv_heads: int) -> Heads:

@@ -52,11 +52,10 @@ def qkvr_prep_reference(
     keys = split(conv_reference(k, weights.k_conv, k_ring, start, count), heads.kv)
     keys = rms_norm(keys, weights.k_norm, eps)
     values = split(conv_reference(v, weights.v_conv, v_ring, start, count), heads.kv)
-    rings = [ring_reference(x, ring, start, count) for x, ring in ((k, k_ring), (v, v_ring))]
+    k_ring, v_ring = ring_reference(k, k_ring, start, count), ring_reference(v, v_ring, start, count)
     r = split(jnp.where(real, r, 0), heads.queries)
     if pages is None:
-        return QKVR(q, r, keys, values, *rings, None, None)
-    k_pages, v_pages = (
-        write_pages(pool, x, pages.table, start, count, kv_rows) for pool, x in ((pages.k, keys), (pages.v, values))
-    )
-    return QKVR(q, r, None, None, *rings, k_pages, v_pages)
+        return QKVR(q, r, keys, values, k_ring, v_ring, None, None)
+    k_pages = write_pages(pages.k, keys, pages.table, start, count, kv_rows)
+    v_pages = write_pages(pages.v, values, pages.table, start, count, kv_rows)
+    return QKVR(q, r, None, None, k_ring, v_ring, k_pages, v_pages)

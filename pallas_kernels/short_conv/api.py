@@ -62,7 +62,7 @@ def run(
 ) -> tuple[jax.Array, ...]:
     check_shape(op, "x", x, (None, None, None))
     check_float(op, "x", x)
-    check_conv(op, ("weight", "ring"), x, weight, ring)
+    check_conv(op, ("weight", "ring"), x, x.shape[2], weight, ring)
     check_rows(op, start, count, x.shape[0])
     if residual is not None:
         check_shape(op, "residual", residual, x.shape)

@@ -42,6 +42,14 @@ def bits(x: jax.Array | np.ndarray) -> np.ndarray:
     return np.asarray(x).view({2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
 
 
+def assert_same_arithmetic(actual: np.ndarray, expected: np.ndarray) -> None:
+    """Bitwise; in float32 only near, where two programs of the same arithmetic may fuse a product and a sum apart."""
+    if actual.dtype == np.float32:
+        np.testing.assert_allclose(actual, expected, rtol=2.0**-20, atol=2.0**-20)
+    else:
+        np.testing.assert_array_equal(bits(actual), bits(expected))
+
+
 def jitted(function):
     """The public function under jit, as callers run it; what is no array is static. Results are NumPy arrays."""
     static = [name for name in inspect.signature(function).parameters if name in STATIC]

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from tests.kernels.oracle import DTYPES, assert_rounds_to, bits, f64, jitted, random, rms_norm64
+from tests.kernels.oracle import DTYPES, assert_rounds_to, assert_same_arithmetic, bits, f64, jitted, random, rms_norm64
 
 short_conv = jitted(pallas_kernels.short_conv)
 short_conv_add_norm = jitted(pallas_kernels.short_conv_add_norm)
@@ -71,11 +71,11 @@ def test_add_and_norm_are_the_unfused_sequence(implementation, name, channels, d
     np.testing.assert_array_equal(bits(after), bits(ring_alone))
     for b, c in enumerate(counts):
         exact = f64(residual)[b, :c] + f64(y[b, :c])
-        assert_rounds_to(out[b, :c], exact)
+        assert_rounds_to(out[b, :c], exact, floor=2.0**-20)  # y comes from a program of its own
         assert_rounds_to(normed[b, :c], rms_norm64(f64(out[b, :c]), norm_weight, EPS))
         assert not np.any(f64(out[b, c:])) and not np.any(f64(normed[b, c:]))
     with_add, _ = short_conv(x, weight, ring, start, count, residual=residual, implementation=implementation)
-    np.testing.assert_array_equal(f64(with_add), f64(out))
+    assert_same_arithmetic(with_add, out)
 
 
 def test_row_by_row_is_the_same_as_at_once(implementation):
