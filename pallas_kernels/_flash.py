@@ -1,0 +1,67 @@
+"""The softmax that both attention kernels run block by block, in powers of two."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LOG2E = math.log2(math.e)
+# Where a running maximum starts. Finite, so that a row that sees no key subtracts numbers and not infinities.
+FLOOR = -1e30
+
+
+class Softmax(NamedTuple):
+    """A softmax in progress over the rows of a tile: the weighted values, the largest score, the sum of weights."""
+
+    out: jax.Array
+    top: jax.Array
+    total: jax.Array
+
+
+def start(rows: int, columns: int) -> Softmax:
+    """The state that has seen no key."""
+    zero = jnp.zeros((rows,), jnp.float32)
+    return Softmax(jnp.zeros((rows, columns), jnp.float32), jnp.full((rows,), FLOOR, jnp.float32), zero)
+
+
+def step(state: Softmax, scores: jax.Array, values: jax.Array) -> Softmax:
+    """Take in one block of keys: scores [rows, keys] times log2(e), -inf where invisible, and values [keys, columns]."""
+    top = jnp.maximum(state.top, jnp.max(scores, axis=1))
+    keep = jnp.exp2(state.top - top)
+    weights = jnp.exp2(scores - top[:, None])
+    out = state.out * keep[:, None] + dot(weights.astype(values.dtype), values)
+    return Softmax(out, top, state.total * keep + jnp.sum(weights, axis=1))
+
+
+def finish(state: Softmax) -> tuple[jax.Array, jax.Array]:
+    """The weighted mean of the values, zeros where no key was seen, and the base-2 logarithm of the sum of weights."""
+    total = jnp.where(state.total == 0.0, 1.0, state.total)
+    return state.out / total[:, None], state.top + jnp.log2(total)
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a @ b in float32. The highest precision, because f32 products otherwise run as TF32 on a GPU."""
+    return lax.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def dot_transposed(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a @ b.T in float32, precision as in `dot`."""
+    contract = (((1,), (1,)), ((), ()))
+    return lax.dot_general(a, b, contract, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def divide(x: jax.Array, n: int) -> jax.Array:
+    """x // n for x >= 0: one instruction, where `//` adds the handling of signs."""
+    return lax.div(x, jnp.full(x.shape, n, x.dtype))
+
+
+def remainder(x: jax.Array, n: int) -> jax.Array:
+    """x % n for x >= 0."""
+    return lax.rem(x, jnp.full(x.shape, n, x.dtype))
+
+
+def divide_up(x: jax.Array, n: int) -> jax.Array:
+    """The least number of blocks of n that hold x >= 0 things."""
+    return divide(x + (n - 1), n)

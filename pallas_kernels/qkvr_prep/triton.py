@@ -1,0 +1,227 @@
+"""One program a row (or a few) and a group of heads of q, of k or of v; the last one carries r across.
+
+A program owns its heads' channels of a sequence: what it reads of their ring, no other program of the launch writes
+(see `_conv`). Pages are only written.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels._conv import RowPlan, conv_row, load_taps
+from pallas_kernels._dispatch import Implementation, next_power_of_2, pallas_call
+from pallas_kernels._rows import Columns
+from pallas_kernels.qkvr_prep.layout import QKVR, Heads, Pages, Weights
+
+GROUP_COLUMNS = 1024  # of one program: 8 heads of 128
+
+
+@dataclass(frozen=True, slots=True)
+class Prep:
+    """Everything static about one call."""
+
+    heads: Heads
+    plan: RowPlan
+    group: int
+    tau: bool
+    pages: bool
+    kv_rows: int | None
+    eps: float
+    barrier: bool
+
+    @property
+    def q_groups(self) -> int:
+        return pl.cdiv(self.heads.queries, self.group)
+
+    @property
+    def kv_groups(self) -> int:
+        return pl.cdiv(self.heads.kv, self.group)
+
+    def tile(self, index: jax.Array, heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Head numbers [G, 1], columns [1, D] and the mask [G, D] of a group of `heads` heads."""
+        head = (index * self.group + jnp.arange(self.group))[:, None]
+        column = jnp.arange(next_power_of_2(self.heads.dim))[None, :]
+        return head, column, (head < heads) & (column < self.heads.dim)
+
+
+def load(ref, index: tuple, mask: jax.Array) -> jax.Array:
+    return plt.load(ref.at[index], mask=mask, other=0.0).astype(jnp.float32)
+
+
+def load_norm(ref, column: jax.Array, mask: jax.Array) -> jax.Array:
+    """The norm's weight once for each head: a tile of one row would be loaded 2 bytes at a time."""
+    return load(ref, (jnp.broadcast_to(column, mask.shape),), mask)
+
+
+def head_norm(x: jax.Array, weight: jax.Array, dim: int, eps: float) -> jax.Array:
+    """RMSNorm of each row of a tile [G, D] in float32; lanes past `dim` hold 0."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) / dim + eps) * weight
+
+
+def query_rows(prep: Prep, b, program, count, index, x_ref, norm_ref, tau_ref, out_ref) -> None:
+    head, column, mask = prep.tile(index, prep.heads.queries)
+    weight = load_norm(norm_ref, column, mask)
+
+    def row(t):
+        x = load(x_ref, (b, t, head * prep.heads.dim + column), mask & (t < count))
+        y = head_norm(x, weight, prep.heads.dim, prep.eps).astype(out_ref.dtype)
+        if tau_ref is not None:
+            y = jnp.where(t < count, y.astype(jnp.float32) * tau_ref[b, t], 0.0).astype(out_ref.dtype)
+        plt.store(out_ref.at[b, t, head, column], y, mask=mask)
+
+    prep.plan.for_each_row(program, row)
+
+
+def rel_rows(prep: Prep, b, program, count, x_ref, out_ref) -> None:
+    columns = Columns.of(prep.heads.queries * prep.heads.rel)
+
+    def row(t):
+        for cols, mask in columns.ranges():
+            inside = cols < columns.width if mask is None else mask
+            r = plt.load(x_ref.at[b, t, prep.heads.starts[3] + cols], mask=inside & (t < count), other=0.0)
+            plt.store(out_ref.at[b, t, cols], r, mask=inside)
+
+    prep.plan.for_each_row(program, row)
+
+
+def key_or_value_rows(prep: Prep, b, program, start, count, index, first, refs) -> None:
+    """refs: product, conv taps [K, D, W], norm weight or None, page table or None, ring [B, R, K, D], rows or pages."""
+    x_ref, conv_ref, norm_ref, table_ref, ring_ref, out_ref = refs
+    dim = prep.heads.dim
+    head, column, mask = prep.tile(index, prep.heads.kv)
+    taps = load_taps(conv_ref, (head, column), mask)
+    weight = None if norm_ref is None else load_norm(norm_ref, column, mask)
+
+    def row(t):
+        live = t < count
+        y = conv_row(
+            t,
+            start,
+            prep.plan,
+            taps,
+            lambda row, whether: load(x_ref, (b, row, first + head * dim + column), mask & live & whether),
+            lambda slot, whether: load(ring_ref, (b, slot, head, column), mask & live & whether),
+        ).astype(out_ref.dtype)
+        if weight is not None:
+            y = head_norm(y.astype(jnp.float32), weight, dim, prep.eps).astype(out_ref.dtype)
+        if table_ref is None:
+            plt.store(out_ref.at[b, t, head, column], y, mask=mask)
+        else:
+            page, slot, allocated = page_of(prep, b, t, start, count, table_ref, out_ref)
+            plt.store(out_ref.at[page, head, slot, column], y, mask=mask & allocated)
+
+    def write(t, slot, whether):
+        x = plt.load(x_ref.at[b, t, first + head * dim + column], mask=mask & whether, other=0.0)
+        plt.store(ring_ref.at[b, slot, head, column], x, mask=mask & whether)
+
+    prep.plan.for_each_row(program, row)
+    prep.plan.write_ring(program, start, count, write, prep.barrier)
+
+
+def page_of(prep: Prep, b, t, start, count, table_ref, pages_ref) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Page and slot of row t, and whether the row is real, kept and has a page."""
+    position = start + t
+    index, slot = position // pages_ref.shape[2], position % pages_ref.shape[2]
+    kept = (t < count) & (index < table_ref.shape[1])
+    if prep.kv_rows is not None:
+        kept &= t >= count - prep.kv_rows
+    page = table_ref[b, jnp.minimum(index, table_ref.shape[1] - 1)]
+    return jnp.maximum(page, 0), slot, kept & (page >= 0) & (page < pages_ref.shape[0])
+
+
+def qkvr_prep_kernel(*refs, prep: Prep):
+    """refs: product, the four weights, start, count, [tau], [page table], then those in place, and the outputs."""
+    x_ref, k_conv, v_conv, q_norm, k_norm, start_ref, count_ref, *rest = refs
+    tau_ref = rest.pop(0) if prep.tau else None
+    table_ref = rest.pop(0) if prep.pages else None
+    q_ref, r_ref, k_ref, v_ref, k_ring, v_ring = rest[-6:]
+    b, program, g = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    start, count = start_ref[b], count_ref[b]
+    k_group, v_group = g - prep.q_groups, g - prep.q_groups - prep.kv_groups
+    _, k_first, v_first, _ = prep.heads.starts
+
+    @pl.when(k_group < 0)
+    def queries():
+        query_rows(prep, b, program, count, g, x_ref, q_norm, tau_ref, q_ref)
+
+    @pl.when((k_group >= 0) & (v_group < 0))
+    def keys():
+        refs = (x_ref, k_conv, k_norm, table_ref, k_ring, k_ref)
+        key_or_value_rows(prep, b, program, start, count, k_group, k_first, refs)
+
+    @pl.when((v_group >= 0) & (v_group < prep.kv_groups))
+    def values():
+        refs = (x_ref, v_conv, None, table_ref, v_ring, v_ref)
+        key_or_value_rows(prep, b, program, start, count, v_group, v_first, refs)
+
+    @pl.when(v_group == prep.kv_groups)
+    def relative():
+        rel_rows(prep, b, program, count, x_ref, r_ref)
+
+
+def qkvr_prep_triton(
+    qkvr: jax.Array,
+    weights: Weights,
+    k_ring: jax.Array,
+    v_ring: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    tau: jax.Array | None,
+    pages: Pages | None,
+    heads: Heads,
+    kv_rows: int | None,
+    eps: float,
+    implementation: Implementation,
+) -> QKVR:
+    """The kernel's call; shapes and results as in the reference."""
+    batch, rows, _ = qkvr.shape
+    taps = weights.k_conv.shape[1]
+    group = min(max(GROUP_COLUMNS // next_power_of_2(heads.dim), 1), next_power_of_2(heads.kv))
+    prep = Prep(
+        heads=heads,
+        plan=RowPlan.of(rows, k_ring.shape[1], taps),
+        group=group,
+        tau=tau is not None,
+        pages=pages is not None,
+        kv_rows=kv_rows,
+        eps=eps,
+        barrier=implementation == "triton",
+    )
+    by_head = lambda x: x.reshape(*x.shape[:-1], heads.kv, heads.dim)  # noqa: E731
+    rings = [by_head(k_ring), by_head(v_ring)]
+    in_place = [*(pages[:2] if pages is not None else ()), *rings]
+    operands = [
+        qkvr,
+        *(w.reshape(heads.kv, heads.dim, taps) for w in (weights.k_conv, weights.v_conv)),
+        weights.q_norm,
+        weights.k_norm,
+        start,
+        count,
+        *(x for x in (tau, None if pages is None else pages.table) if x is not None),
+    ]
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    new = jax.ShapeDtypeStruct((batch, rows, heads.kv, heads.dim), qkvr.dtype)
+    out_shape = [
+        jax.ShapeDtypeStruct((batch, rows, heads.queries, heads.dim), qkvr.dtype),
+        jax.ShapeDtypeStruct((batch, rows, heads.queries * heads.rel), qkvr.dtype),
+        *([new, new] if pages is None else [like(pages.k), like(pages.v)]),
+        *(like(ring) for ring in rings),
+    ]
+    call = pallas_call(
+        functools.partial(qkvr_prep_kernel, prep=prep),
+        op="qkvr_prep",
+        implementation=implementation,
+        grid=(batch, prep.plan.programs, prep.q_groups + 2 * prep.kv_groups + 1),
+        out_shape=out_shape,
+        threads=128,
+        num_stages=1,
+        aliases={len(operands) + i: len(out_shape) - len(in_place) + i for i in range(len(in_place))},
+    )
+    q, r, k, v, k_ring_out, v_ring_out = call(*operands, *in_place)
+    r = r.reshape(batch, rows, heads.queries, heads.rel)
+    rings = k_ring_out.reshape(k_ring.shape), v_ring_out.reshape(v_ring.shape)
+    return QKVR(q, r, k, v, *rings, None, None) if pages is None else QKVR(q, r, None, None, *rings, k, v)

@@ -1,0 +1,243 @@
+"""rel_attention on Pallas' Triton backend: flash attention over cached pages and new rows, with a skewed bias.
+
+A program holds one KV head and a tile of query rows, the heads of the group side by side for each new row, so that a tile
+covers few positions and wastes little at the edges of a window. It walks the cached keys before `start` and then the new
+ones; for each, blocks wholly beyond the extent run in a loop of their own without bias and causal mask.
+
+The bias of a tile lies on diagonals of the relative logits, which a kernel cannot gather in registers, and reading it two
+bytes at a time costs twice the matrix products. So a first, small kernel writes the logits by key instead of by distance:
+row t begins at a multiple of 8 keys below its extent, `first(t)`, and column c holds key first(t) + c, zeros outside the
+extent. The attention then adds it with plain 16-byte loads. That array is rows x heads x (extent + 8) numbers, never rows x
+context; float16 for 16-bit inputs, three bits finer than bfloat16.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import _dispatch as dispatch
+from pallas_kernels import _flash as flash
+from pallas_kernels._flash import divide, divide_up, remainder
+
+ALIGN = 8  # keys: 16 bytes of float16
+SKEW_COLUMNS = 128
+FLOAT16_MAX = 65504.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Query rows (times heads) and keys a tile, and Triton's warps and pipeline stages."""
+
+    rows: int
+    block: int
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that the kernels know before they run."""
+
+    rows: int
+    heads: int
+    group: int
+    head_dim: int
+    page: int | None
+    extent: int
+    window: int | None
+    scale: float
+    tau: bool
+    tile_rows: int
+    block: int
+
+    @property
+    def tiles(self) -> int:
+        return pl.cdiv(self.rows * self.group, self.tile_rows)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the skewed logits: the extent, up to 7 before it, and to the next multiple of 8."""
+        return pl.cdiv(self.extent + ALIGN - 1, ALIGN) * ALIGN
+
+
+def choose_tiles(head_dim: int, itemsize: int, where: dispatch.Target) -> Tiles:
+    """The largest key block whose pipeline fits the card's shared memory beside the queries."""
+    rows, stages = (128, 3) if where.arch in ("sm_90", "sm_100", "sm_103") else (64, 2)
+    row_bytes = dispatch.next_power_of_2(head_dim) * itemsize
+    if where.platform == "rocm":
+        stages = 1
+    if itemsize > 2 or head_dim > 128:
+        rows //= 2
+    block = 64
+    while block > 16 and (2 * block * stages + rows) * row_bytes > where.shared_memory * 0.8 > 0:
+        block //= 2
+    return Tiles(rows, block, 8 if rows >= 128 else 4, stages)
+
+
+def first_column(plan: Plan, t):
+    """The key, counted from the first new row, in column 0 of row t: t - extent + 1 rounded down to a multiple of 8."""
+    lift = plan.columns  # a multiple of 8 that keeps the division on positive numbers
+    return divide(t + (lift - plan.extent + 1), ALIGN) * ALIGN - lift
+
+
+def skew_kernel(*refs, plan: Plan, project: bool):
+    """The relative logits of all heads of one row, by key: one block of columns."""
+    sequence, t, block = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    out_ref = refs[-1]
+    column = block * SKEW_COLUMNS + jnp.arange(SKEW_COLUMNS, dtype=jnp.int32)
+    distance = t - first_column(plan, t) - column
+    inside = (distance >= 0) & (distance < plan.extent)
+    head = jnp.arange(max(16, dispatch.next_power_of_2(plan.heads)), dtype=jnp.int32)
+    real = (head < plan.heads)[:, None]
+    if project:
+        r_ref, proj_ref = refs[:2]  # proj_ref is rel_proj transposed: a distance's numbers lie side by side
+        rel_dim = r_ref.shape[3]
+        wide = jnp.arange(max(16, dispatch.next_power_of_2(rel_dim)), dtype=jnp.int32)
+        whole = (wide < rel_dim)[None, :]
+        r = plt.load(r_ref.at[sequence, t, head[:, None], wide[None, :]], mask=real & whole, other=0)
+        proj = plt.load(proj_ref.at[distance[:, None], wide[None, :]], mask=inside[:, None] & whole, other=0)
+        logits = flash.dot_transposed(r, proj)
+    else:
+        at = refs[0].at[sequence, t, head[:, None], distance[None, :]]
+        logits = plt.load(at, mask=real & inside[None, :], other=0).astype(jnp.float32)
+    if out_ref.dtype == jnp.float16:
+        logits = jnp.clip(logits, -FLOAT16_MAX, FLOAT16_MAX)
+    mask = real & (column < plan.columns)[None, :]
+    plt.store(out_ref.at[sequence, t, head[:, None], column[None, :]], logits.astype(out_ref.dtype), mask=mask)
+
+
+def attention_kernel(start_ref, count_ref, q_ref, k_ref, v_ref, *refs, plan: Plan):
+    """One tile of query rows of one KV head over all its keys. Positions count from the first new row."""
+    # The last tiles see the most keys: they start first, so that the card does not wait for them at the end.
+    tile, head, sequence = plan.tiles - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    extra = list(refs[:-1])
+    pages = [extra.pop(0) for _ in range(3)] if plan.page is not None else None
+    tau_ref = extra.pop(0) if plan.tau else None
+    skewed_ref = extra.pop(0) if plan.extent else None
+    start, count = start_ref[sequence], count_ref[sequence]
+
+    flat = tile * plan.tile_rows + jnp.arange(plan.tile_rows, dtype=jnp.int32)
+    t = divide(flat, plan.group)
+    query_head = head * plan.group + remainder(flat, plan.group)
+    columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
+    real = t < jnp.minimum(count, plan.rows)
+    oldest = divide(tile * plan.tile_rows, plan.group)
+    newest = jnp.minimum(divide(tile * plan.tile_rows + (plan.tile_rows - 1), plan.group), count - 1)
+
+    place = (sequence, t[:, None], query_head[:, None], columns[None, :])
+    q = plt.load(q_ref.at[place], mask=real[:, None] & (columns < plan.head_dim)[None, :], other=0)
+    factor = flash.LOG2E
+    if tau_ref is not None:
+        factor *= plt.load(tau_ref.at[sequence, t], mask=real, other=1).astype(jnp.float32)[:, None]
+
+    def body(keys, near: bool, i, state):
+        key, live, k, v = keys(i)
+        scores = flash.dot_transposed(q, k) * (plan.scale * factor)
+        if near and skewed_ref is not None:
+            scores += load_bias(plan, skewed_ref, sequence, t, query_head, real, key) * factor
+        distance = t[:, None] - key[None, :]
+        visible = distance >= 0 if near else None
+        if live is not None:
+            visible = jnp.broadcast_to(live[None, :], scores.shape) if visible is None else visible & live[None, :]
+        if plan.window is not None:
+            visible = (distance < plan.window) if visible is None else visible & (distance < plan.window)
+        scores = scores if visible is None else jnp.where(visible, scores, -jnp.inf)
+        return flash.step(state, scores, v)
+
+    def both(keys, near_keys, begin, far, end, state):
+        """Blocks begin .. far lie beyond the extent of every row, blocks far .. end need bias and masks."""
+        if plan.window is None or plan.window > plan.extent:
+            state = jax.lax.fori_loop(begin, far, functools.partial(body, keys, False), state)
+            begin = far
+        return jax.lax.fori_loop(begin, end, functools.partial(body, near_keys, True), state)
+
+    state = flash.start(plan.tile_rows, columns.size)
+    alive = oldest <= newest
+    if pages is not None:
+        reach = start if plan.window is None else jnp.minimum(start, jnp.maximum(plan.window - 1 - oldest, 0))
+        end = jnp.where(alive, divide_up(reach, plan.block), 0)
+        far = jnp.maximum(end - divide_up(jnp.maximum(plan.extent - 1 - oldest, 0), plan.block), 0)
+        keys = functools.partial(cached_block, plan, *pages, sequence, head, start, end)
+        state = both(keys, keys, jnp.int32(0), far, end, state)
+    end = jnp.where(alive, divide(jnp.maximum(newest, 0), plan.block) + 1, 0)
+    begin = jnp.int32(0)
+    if plan.window is not None:
+        begin = jnp.minimum(divide(jnp.maximum(oldest - plan.window + 1, 0), plan.block), end)
+    far = jnp.clip(divide(jnp.maximum(oldest - plan.extent + 1, 0), plan.block), begin, end)
+    keys = functools.partial(new_block, plan, k_ref, v_ref, sequence, head)
+    out, _ = flash.finish(both(functools.partial(keys, None), functools.partial(keys, count), begin, far, end, state))
+    inside = (t < plan.rows)[:, None] & (columns < plan.head_dim)[None, :]
+    out = jnp.where(real[:, None], out, 0.0).astype(refs[-1].dtype)  # a row past the count, read as q = 0, sees keys
+    plt.store(refs[-1].at[place], out, mask=inside)
+
+
+def load_bias(plan: Plan, skewed_ref, sequence, t, query_head, real, key):
+    """The bias [tile rows, block] from the logits by key; 0 before their first column, and the future is masked anyway."""
+    column = key[None, :] - first_column(plan, t)[:, None]
+    inside = (column >= 0) & (column < plan.columns) & real[:, None]
+    at = skewed_ref.at[sequence, t[:, None], query_head[:, None], column]
+    return plt.load(at, mask=inside, other=0).astype(jnp.float32)
+
+
+def new_block(plan: Plan, k_ref, v_ref, sequence, head, count, i):
+    """Positions, keys and values of a block of new rows; those past `count` are zeros, whatever they hold."""
+    key = i * plan.block + jnp.arange(plan.block, dtype=jnp.int32)
+    columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
+    mask = (columns < plan.head_dim)[None, :] if columns.size != plan.head_dim else None
+    if count is not None:
+        live = (key < count)[:, None]
+        mask = live if mask is None else live & mask
+    mask = None if mask is None else jnp.broadcast_to(mask, (plan.block, columns.size))
+    at = (sequence, key[:, None], head, columns[None, :])
+    other = None if mask is None else 0
+    return key, None, plt.load(k_ref.at[at], mask=mask, other=other), plt.load(v_ref.at[at], mask=mask, other=other)
+
+
+def cached_block(plan: Plan, k_ref, v_ref, table_ref, sequence, head, start, blocks, i):
+    """The same for block i of `blocks` that end where the new rows begin; the first may reach below position 0."""
+    key = (i - blocks) * plan.block + jnp.arange(plan.block, dtype=jnp.int32)
+    columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
+    position = key + start
+    live = position >= 0
+    position = jnp.maximum(position, 0)
+    page = plt.load(table_ref.at[sequence, divide(position, plan.page)], mask=live, other=0)
+    mask = jnp.broadcast_to(live[:, None] & (columns < plan.head_dim)[None, :], (plan.block, columns.size))
+    at = (page[:, None], head, remainder(position, plan.page)[:, None], columns[None, :])
+    return key, live, plt.load(k_ref.at[at], mask=mask, other=0), plt.load(v_ref.at[at], mask=mask, other=0)
+
+
+def run(
+    q, k, v, *, k_pages, v_pages, page_table, start, count, rel_logits, r, rel_proj, tau, scale, extent, window,
+    implementation, tiles: Tiles | None = None,
+):  # fmt: skip
+    """The arguments of the public function, checked; `tiles` None chooses for the card."""
+    batch, rows, heads, head_dim = q.shape
+    tiles = tiles or choose_tiles(head_dim, q.dtype.itemsize, dispatch.target())
+    biased = extent > 0 and (rel_logits is not None or r is not None)
+    plan = Plan(
+        rows, heads, heads // k.shape[2], head_dim, None if k_pages is None else k_pages.shape[2],
+        extent if biased else 0, window, scale, tau is not None, tiles.rows, tiles.block,
+    )  # fmt: skip
+    call = functools.partial(dispatch.pallas_call, op="rel_attention", implementation=implementation)
+    skewed = None
+    if biased:
+        sources = (rel_logits,) if r is None else (r, rel_proj.T)
+        skewed = call(
+            functools.partial(skew_kernel, plan=plan, project=r is not None),
+            grid=(batch, rows, pl.cdiv(plan.columns, SKEW_COLUMNS)),
+            out_shape=jax.ShapeDtypeStruct(
+                (batch, rows, heads, plan.columns), jnp.float32 if q.dtype == jnp.float32 else jnp.float16
+            ),
+        )(*sources)
+    operands = [start, count, q, k, v, k_pages, v_pages, page_table, tau, skewed]
+    return call(
+        functools.partial(attention_kernel, plan=plan),
+        grid=(plan.tiles, k.shape[2], batch),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )(*(x for x in operands if x is not None))

@@ -1,0 +1,293 @@
+"""rel_paged_attention on Pallas' Triton backend: one program a chunk of a sequence's context, then a combine.
+
+A program holds the query rows of one KV head (heads of the group times new rows, padded to 16 for the matrix units) and
+walks its chunk block by block. Blocks beyond the extent need neither bias nor causal mask: a loop of their own.
+
+The bias is one more matrix product. With rel_proj transposed and flattened, the logits of key p for the query rows at
+positions b, b+1, ... lie at `flat[(b - p) * R + j]`, j = 0 .. rows * R: a contiguous run, loaded 16 bytes at a time like
+the key itself, and multiplied by r laid out block-diagonally by row. Its bounds are the extent's: what falls outside the
+array is the bias 0.
+
+The chunks depend on the table's capacity and the window alone, never on the batch or on other sequences' lengths, and the
+combine takes them in order: a sequence's result is bitwise the same alone and in a batch.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import _dispatch as dispatch
+from pallas_kernels import _flash as flash
+from pallas_kernels._flash import divide, divide_up, remainder
+
+MAX_TILE_ROWS = 64
+COMBINE_CHUNKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Keys a block, keys a chunk (a multiple of the block), and Triton's warps and pipeline stages."""
+
+    block: int
+    chunk: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that a kernel knows before it runs. bias is "none", "logits" (given by distance) or "project" (r and rel_proj)."""
+
+    rows: int
+    group: int
+    head_dim: int
+    page: int
+    extent: int
+    window: int | None
+    scale: float
+    bias: str
+    rel_dim: int
+    tau: bool
+    block: int
+    chunk: int
+    chunks: int
+
+    @property
+    def tile_rows(self) -> int:
+        return min(max(16, dispatch.next_power_of_2(self.rows * self.group)), MAX_TILE_ROWS)
+
+    @property
+    def tiles(self) -> int:
+        return pl.cdiv(self.rows * self.group, self.tile_rows)
+
+    @property
+    def span(self) -> int:
+        """How many of the new rows one tile can touch."""
+        whole = self.tile_rows % self.group == 0
+        touched = self.tile_rows // self.group if whole else (self.tile_rows - 2) // self.group + 2
+        return min(self.rows, touched)
+
+
+def choose_tiles(capacity: int, window: int | None, rows: int, row_bytes: int, where: dispatch.Target) -> Tiles:
+    """Blocks that fit the card's shared memory; chunks by the capacity, so that few sequences still fill the card.
+
+    `row_bytes` is the size of one key of one head. A short window is one chunk, and needs no combine.
+    """
+    stages = 1 if where.platform == "rocm" else 3
+    block = 64
+    while block > 16 and 2 * block * row_bytes * stages > where.shared_memory * 0.6 > 0:
+        block //= 2
+    if window is not None and window + rows <= 2048:
+        return Tiles(block, pl.cdiv(window + rows - 1, block) * block + block, num_stages=stages)
+    chunk = min(max(dispatch.next_power_of_2(capacity) // 16, 256), 2048)
+    return Tiles(block, chunk, num_stages=stages)
+
+
+def first_key(plan: Plan, length: jax.Array) -> jax.Array:
+    """Where the first chunk begins: 0, or the block of the first key in the window of the oldest new row."""
+    if plan.window is None:
+        return jnp.int32(0)
+    return divide(jnp.maximum(length - plan.rows - plan.window + 1, 0), plan.block) * plan.block
+
+
+def live_chunks(plan: Plan, length: jax.Array) -> jax.Array:
+    """How many of the chunks hold a key: 0 for a finished sequence."""
+    return divide_up(length - first_key(plan, length), plan.chunk)
+
+
+def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, *refs, plan: Plan):
+    """Attention of one tile of query rows over one chunk of the context."""
+    sequence, pair, chunk = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    head, tile = divide(pair, plan.tiles), remainder(pair, plan.tiles)
+    extra = list(refs)
+    tau_ref = extra.pop(0) if plan.tau else None
+    length = length_ref[sequence]
+    low = first_key(plan, length) + chunk * plan.chunk
+
+    flat = tile * plan.tile_rows + jnp.arange(plan.tile_rows, dtype=jnp.int32)
+    row, real = divide(flat, plan.group), flat < plan.rows * plan.group
+    query_head = head * plan.group + remainder(flat, plan.group)
+    columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
+    place = (sequence, row[:, None], query_head[:, None], columns[None, :])
+    inside = real[:, None] & (columns < plan.head_dim)[None, :]
+
+    def run():
+        q = plt.load(q_ref.at[place], mask=inside, other=0)
+        factor = flash.LOG2E
+        if tau_ref is not None:
+            factor *= plt.load(tau_ref.at[sequence, row], mask=real, other=1).astype(jnp.float32)[:, None]
+        bias = make_bias(plan, extra, sequence, tile, row, query_head, real, length)
+        pages = functools.partial(load_pages, plan, table_ref, sequence, length)
+        keys = functools.partial(load_block, plan, k_ref, v_ref, head, length)
+        return walk(plan, q, row, length, low, factor, pages, keys, bias)
+
+    if plan.chunks == 1:
+        out, _ = run()
+        plt.store(refs[-1].at[place], out.astype(refs[-1].dtype), mask=inside)
+        return
+
+    @pl.when(low < length)
+    def _():
+        out_ref, sum_ref = refs[-2:]
+        out, log_sum = run()
+        plt.store(out_ref.at[(sequence, chunk, *place[1:])], out, mask=inside)
+        plt.store(sum_ref.at[sequence, chunk, row, query_head], log_sum, mask=real)
+
+
+def walk(plan: Plan, q, row, length, low, factor, pages, keys, bias):
+    """The softmax over one chunk: far blocks (no bias, nothing of the future), then near ones.
+
+    Each step looks up the next block's page and hands it on. Looked up in its own step, the page would take up a stage of
+    Triton's pipeline, and with it a buffer of keys and values: at 4 stages one block would be in flight and not three.
+    """
+    high = jnp.minimum(low + plan.chunk, length)
+    oldest = length - plan.rows
+    begin = divide(low, plan.block)
+    end = jnp.maximum(divide_up(jnp.maximum(high, 0), plan.block), begin)
+    far = divide(jnp.maximum(oldest - plan.extent + 1, 0), plan.block)
+    far = jnp.minimum(jnp.maximum(far, begin), end)
+
+    def body(near: bool, i, carry):
+        page, state = carry
+        key, k, v = keys(i * plan.block, page, near)
+        scores = flash.dot_transposed(q, k) * (plan.scale * factor)
+        distance = (oldest + row)[:, None] - key[None, :]
+        if near and bias is not None:
+            scores += bias(key, distance) * factor
+        visible = distance >= 0 if near else None
+        if plan.window is not None:
+            visible = (distance < plan.window) if visible is None else visible & (distance < plan.window)
+        scores = scores if visible is None else jnp.where(visible, scores, -jnp.inf)
+        return pages((i + 1) * plan.block), flash.step(state, scores, v)
+
+    carry = pages(begin * plan.block), flash.start(q.shape[0], q.shape[1])
+    if plan.window is None or plan.window > plan.extent:
+        carry = jax.lax.fori_loop(begin, far, functools.partial(body, False), carry)
+    else:
+        far = begin
+    return flash.finish(jax.lax.fori_loop(far, end, functools.partial(body, True), carry)[1])
+
+
+def load_pages(plan: Plan, table_ref, sequence, length, start):
+    """The page of the block that begins at `start`, or of each of its keys where pages do not hold whole blocks."""
+    if plan.page % plan.block == 0:
+        return plt.load(table_ref.at[sequence, divide(start, plan.page)], mask=start < length, other=0)
+    key = start + jnp.arange(plan.block, dtype=jnp.int32)
+    return plt.load(table_ref.at[sequence, divide(key, plan.page)], mask=key < length, other=0)
+
+
+def load_block(plan: Plan, k_ref, v_ref, head, length, start, page, near: bool):
+    """Positions, keys and values of one block. Rows past the length are zeros, whatever their page holds."""
+    key = start + jnp.arange(plan.block, dtype=jnp.int32)
+    columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
+    mask = (columns < plan.head_dim)[None, :] if columns.size != plan.head_dim else None
+    if near:
+        live = (key < length)[:, None]
+        mask = live if mask is None else live & mask
+    mask = None if mask is None else jnp.broadcast_to(mask, (plan.block, columns.size))
+    if plan.page % plan.block == 0:  # contiguous rows
+        offset = remainder(start, plan.page) + jnp.arange(plan.block, dtype=jnp.int32)
+    else:
+        page, offset = page[:, None], remainder(key, plan.page)
+    at = (page, head, offset[:, None], columns[None, :])
+    other = None if mask is None else 0
+    return key, plt.load(k_ref.at[at], mask=mask, other=other), plt.load(v_ref.at[at], mask=mask, other=other)
+
+
+def make_bias(plan: Plan, refs, sequence, tile, row, query_head, real, length):
+    """The function that gives the bias [tile rows, block] of a block's keys, or None."""
+    if plan.bias == "none":
+        return None
+    if plan.bias == "logits":
+        rel_ref = refs[0]
+
+        def gather(key, distance):
+            del key
+            inside = (distance >= 0) & (distance < plan.extent) & real[:, None]
+            at = rel_ref.at[sequence, row[:, None], query_head[:, None], distance]
+            return plt.load(at, mask=inside, other=0).astype(jnp.float32)
+
+        return gather
+
+    r_ref, flat_ref = refs[:2]
+    first = divide(tile * plan.tile_rows, plan.group)
+    wide = jnp.arange(max(16, dispatch.next_power_of_2(plan.span * plan.rel_dim)), dtype=jnp.int32)
+    mine = (row - first)[:, None] == divide(wide, plan.rel_dim)[None, :]
+    at = r_ref.at[sequence, row[:, None], query_head[:, None], remainder(wide, plan.rel_dim)[None, :]]
+    r = plt.load(at, mask=mine & real[:, None], other=0)
+
+    def project(key, distance):
+        del distance
+        at = (length - plan.rows + first - key)[:, None] * plan.rel_dim + wide[None, :]
+        inside = (at >= 0) & (at < plan.extent * plan.rel_dim) & (wide < plan.span * plan.rel_dim)[None, :]
+        return flash.dot_transposed(r, plt.load(flat_ref.at[at], mask=inside, other=0))
+
+    return project
+
+
+def combine_kernel(part_ref, sum_ref, length_ref, out_ref, *, plan: Plan):
+    """The chunks of one row and head, in order, weighted by their sums."""
+    sequence, row, head = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    live = live_chunks(plan, length_ref[sequence])
+    size = min(dispatch.next_power_of_2(plan.chunks), COMBINE_CHUNKS)
+    columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
+    inside = columns < plan.head_dim
+
+    def body(i, state):
+        out, top, total = state
+        chunk = i * size + jnp.arange(size, dtype=jnp.int32)
+        log_sum = plt.load(sum_ref.at[sequence, chunk, row, head], mask=chunk < live, other=-jnp.inf)
+        at = part_ref.at[sequence, chunk[:, None], row, head, columns[None, :]]
+        part = plt.load(at, mask=(chunk < live)[:, None] & inside[None, :], other=0)
+        new_top = jnp.maximum(top, jnp.max(log_sum))
+        keep, weights = jnp.exp2(top - new_top), jnp.exp2(log_sum - new_top)
+        return out * keep + jnp.sum(part * weights[:, None], axis=0), new_top, total * keep + jnp.sum(weights)
+
+    state = jnp.zeros((columns.size,), jnp.float32), jnp.float32(flash.FLOOR), jnp.float32(0)
+    out, _, total = jax.lax.fori_loop(0, divide_up(live, size), body, state)
+    out = out / jnp.where(total == 0, 1.0, total)
+    plt.store(out_ref.at[sequence, row, head, columns], out.astype(out_ref.dtype), mask=inside)
+
+
+def run(
+    q, k_pages, v_pages, page_table, lengths, *, rel_logits, r, rel_proj, tau, scale, extent, window, implementation,
+    tiles: Tiles | None = None,
+):  # fmt: skip
+    """The arguments of the public function, checked; `tiles` None chooses for the card."""
+    batch, rows, heads, head_dim = q.shape
+    _, kv_heads, page, _ = k_pages.shape
+    capacity = page_table.shape[1] * page
+    if tiles is None:
+        row_bytes = dispatch.next_power_of_2(head_dim) * q.dtype.itemsize
+        tiles = choose_tiles(capacity, window, rows, row_bytes, dispatch.target())
+    reach = capacity if window is None else min(capacity, window + rows - 1 + tiles.block - 1)
+    bias = "logits" if rel_logits is not None else "project" if r is not None else "none"
+    plan = Plan(
+        rows, heads // kv_heads, head_dim, page, extent if bias != "none" else 0, window, scale, bias,
+        rel_proj.shape[0] if rel_proj is not None else 0, tau is not None,
+        tiles.block, tiles.chunk, pl.cdiv(reach, tiles.chunk),
+    )  # fmt: skip
+    # A caller that keeps rel_proj transposed, [X, R], and passes its .T pays nothing for this one: XLA drops the pair.
+    flat = None if r is None else rel_proj[:, :extent].T.reshape(-1)
+    operands = [q, k_pages, v_pages, page_table, lengths, tau, rel_logits, r, flat]
+    call = functools.partial(dispatch.pallas_call, op="rel_paged_attention", implementation=implementation)
+    result = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    parts = [
+        jax.ShapeDtypeStruct((batch, plan.chunks, rows, heads, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((batch, plan.chunks, rows, heads), jnp.float32),
+    ]
+    out = call(
+        functools.partial(chunk_kernel, plan=plan),
+        grid=(batch, kv_heads * plan.tiles, plan.chunks),
+        out_shape=result if plan.chunks == 1 else parts,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )(*(x for x in operands if x is not None))
+    if plan.chunks == 1:
+        return out
+    combine = functools.partial(combine_kernel, plan=plan)
+    return call(combine, grid=(batch, rows, heads), out_shape=result, num_warps=2)(*out, lengths)
