@@ -8,7 +8,7 @@ from jaxtyping import install_import_hook
 
 # Every array function of these checks its annotations when called. Must run before any of them is imported. The borders
 # (config, checkpoint, model, command line) are not here: they judge bad input themselves, with errors that are tested.
-CHECKED = [*(f"inkling_jax.{part}" for part in ("nn", "ops", "cache", "decode", "train")), "pallas_kernels"]
+CHECKED = [f"inkling_jax.{part}" for part in ("nn", "ops", "cache", "decode", "train")]
 install_import_hook(CHECKED, "beartype.beartype")
 
 
