@@ -19,7 +19,7 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer:
-    """A byte-level tokenizer: every text has ids, and `decode(encode(text)) == text` unless text spells a special token."""
+    """A byte-level tokenizer: any text has ids; `decode(encode(text)) == text` unless text spells a special token."""
 
     def __init__(self, library: tokenizers.Tokenizer, source: str = FILE_NAME):
         """Raises TokenizerError where the decoder is not byte-level; `source` names the file in that message."""
@@ -120,6 +120,6 @@ _BYTES = _byte_of_letter()
 
 
 def _token_bytes(token: str) -> bytes:
-    """Added tokens may hold letters outside the byte alphabet: those stand for themselves, whole (as in the library)."""
+    """Added tokens may hold letters outside the byte alphabet: these stand for themselves (as in the library)."""
     known = all(letter in _BYTES for letter in token)
     return bytes(_BYTES[letter] for letter in token) if known else token.encode("utf-8")

@@ -64,6 +64,12 @@ class _Text:
     tokens: int = 0
 
 
+def find_stop(text: str, stops: tuple[str, ...]) -> int | None:
+    """Where the stop text begins that is complete first, so that it does not matter how much text came at once."""
+    found = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
+
+
 class Session:
     """A batch being decoded. `advance` runs some rounds; `completion` is final once `finished`."""
 
@@ -142,10 +148,9 @@ class Session:
         found = False
         for b, request in enumerate(self.requests):
             if request.stop_texts and b not in self._cut:
-                text = self.text(b)
-                places = [place for stop in request.stop_texts if (place := text.find(stop)) >= 0]
-                if places:
-                    found, self._cut[b] = True, min(places)
+                place = find_stop(self.text(b), request.stop_texts)
+                if place is not None:
+                    found, self._cut[b] = True, place
         if found:
             self._status[list(self._cut)] = STOPPED
             self._state = replace(self._state, status=jnp.asarray(self._status))
