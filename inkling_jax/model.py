@@ -14,7 +14,7 @@ from . import checkpoint
 from .compilation import announce, enable_cache
 from .config import InklingConfig, Layout
 from .decode.engine import Engine, chunk_rows
-from .decode.request import Prompt, is_single, make_requests, token_ids
+from .decode.request import Prompt, as_array, is_single, make_requests, token_ids
 from .decode.session import Completion, Session, Statistics
 from .nn import abstract_parameters
 from .tokenizer import Tokenizer
@@ -235,7 +235,7 @@ class Inkling:
         return Session(self._engine, requests, drafts, self.tokenizer)
 
     def _teacher_forced(self, tokens: Any, depth: int | None) -> Array:
-        ids = np.asarray(tokens)
+        ids = as_array(tokens, "tokens")
         rows = [token_ids(row, self.config, "tokens") for row in (ids if ids.ndim == 2 else [ids])]
         batch, length = len(rows), len(rows[0]) if rows else 0
         wanted = length if depth is None else length - depth - 1

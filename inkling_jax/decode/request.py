@@ -28,9 +28,17 @@ class Request:
     stop_texts: tuple[str, ...]
 
 
+def as_array(value: Any, name: str) -> np.ndarray:
+    """Nested lists as an array, or an error that names `name` when their lengths differ."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        raise ValueError(f"{name}: expected integers in rows of one length") from None
+
+
 def token_ids(value: Any, config: InklingConfig, name: str) -> list[int]:
     """A non-empty list of ids inside the real vocabulary, or an error that names `name` and the first bad id."""
-    array = np.asarray(value)
+    array = as_array(value, name)
     if array.size == 0:
         raise ValueError(f"{name} is empty: give at least one token")
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
