@@ -289,6 +289,7 @@ class Compilations:
         dict(prompts="abcdefghijklm"),  # another length in the bucket
         dict(temperature=0.7),
         dict(temperature=1.5, top_k=3, top_p=0.4),
+        dict(temperature=1e300, top_p=1e-300),
         dict(temperature=0.7, seed=12345),
         dict(stop=[1, 2, "xyz", "é"]),
         dict(max_new_tokens=33),

@@ -138,7 +138,7 @@ def _number(value: Any) -> float:
 def _temperature(value: Any) -> float:
     if _number(value) < 0:
         raise ValueError(f"expected 0 (greedy) or more, found {value}")
-    return float(value)
+    return min(float(value), float(np.finfo(np.float32).max))  # any larger one would become infinite on the device
 
 
 def _top_p(value: Any) -> float:

@@ -10,13 +10,13 @@ from tests import reference
 
 
 def test_measurement_times_the_calls_and_counts_the_arrays(monkeypatch, capsys):
-    toy = replace(host_time.TOY, num_layers=2, local_layers=(0,), dense_layers=(0,), mtp_depths=1, mtp_local=())
+    toy = replace(host_time.TOY, num_layers=1, local_layers=(), dense_layers=(0,), mtp_depths=1, mtp_local=())
     monkeypatch.setattr(host_time, "TOY", toy)
     passed, busy, parameters, state = host_time.measure(0, 4)
     assert len(passed) == len(busy) == 4
     assert all(0 < seconds < 10 for seconds in passed)
     assert parameters == len(reference.parameter_shapes(toy))
-    assert state == 2 * 6 + 2 + 10  # a layer's pools and rings, the page tables, the other fields
+    assert state == 6 + 2 + 10  # a layer's pools and rings, the page tables, the other fields
     monkeypatch.setattr(host_time, "measure", lambda drafts, calls: ([0.002] * calls, [0.001] * calls, 9, 8))
     monkeypatch.setattr("sys.argv", ["host_time", "--draft-tokens", "1"])
     host_time.main()
