@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .config import InklingConfig
 
 PAGE_SIZE = 64
+VERIFY_ROWS = 16  # steps of at most so many rows are written before they attend (`ops.attend`)
 STATIC: dict[str, Any] = {"static": True}
 Leaf = Any  # an array, or what stands in for one while JAX takes a tree apart and rebuilds it
 
@@ -144,7 +145,8 @@ class CacheShape:
 
     def local_pages(self, config: InklingConfig) -> int:
         """Pages a sequence keeps in a local layer: the window before the oldest row of a round, and the round."""
-        return min(self.width, -(-(config.window - 1 + self.rows) // self.page_size))
+        rows = config.window - 1 + max(self.rows, VERIFY_ROWS)
+        return min(self.width, -(-rows // self.page_size))
 
 
 def make_cache(config: InklingConfig, shape: CacheShape, dtype: DTypeLike) -> Cache:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from inkling_jax.cache import (
+    VERIFY_ROWS,
     Cache,
     CacheShape,
     LayerCache,
@@ -221,7 +222,7 @@ def test_local_tables_repeat_a_few_pages():
     shape = shape_of(width=40, pages=80)
     _, ring = allocate_pages(CONFIG, shape, np.array([300, 5]))
     assert ring.shape == (2, 40)
-    most = -(-(CONFIG.window - 1 + shape.rows) // PAGE)
+    most = -(-(CONFIG.window - 1 + max(shape.rows, VERIFY_ROWS)) // PAGE)
     assert len(set(ring[0])) == most == shape.local_pages(CONFIG)
     assert set(ring[0]).isdisjoint(ring[1])
     assert (ring[:, most:] == ring[:, :-most]).all()

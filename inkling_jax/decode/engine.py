@@ -23,7 +23,7 @@ from .loop import decode, prefill, teacher_forced
 from .request import Request
 from .state import FULL, RUNNING, DecodeState, Settings
 
-PREFILL_CHUNKS = (16, 128, 512)
+PREFILL_CHUNKS = (32, 128, 512)
 LEAST_CAPACITY = 1024
 LEAST_STOPS = 16
 

@@ -143,10 +143,11 @@ def propose(
 def verify(model: InklingModel, state: DecodeState, drafts: int) -> tuple[DecodeState, Float[Array, "B rows V"]]:
     """The target over the last committed token and the drafts: row j gives the logits for position length + j."""
     rows = Rows(state.length - 1, jnp.where(state.status == RUNNING, drafts + 1, 0))
-    tokens = _tokens(state.tokens, state.length - 1, drafts + 1)
+    # At least two rows: the CPU multiplies a single one in another order than several, and rounds it otherwise.
+    tokens = _tokens(state.tokens, state.length - 1, max(drafts + 1, 2))
     h, cache = model.hidden(model.embed(tokens), rows, state.cache)
     state = dataclasses.replace(state, cache=_some(cache), hidden=state.hidden.write(h, rows))
-    return state, model.logits(h)
+    return state, model.logits(h)[:, : drafts + 1]
 
 
 def commit(

@@ -43,7 +43,7 @@ class Attention(nnx.Module):
         q = self.q_norm(heads(self.wq(x), self.shape.heads))
         k = self.k_norm(heads(k, self.shape.kv_heads))
         v = heads(v, self.shape.kv_heads)
-        out = attend(
+        out, kv = attend(
             q,
             k,
             v,
@@ -56,8 +56,8 @@ class Attention(nnx.Module):
             page_table=page_table,
         )
         if cache is not None:
-            assert page_table is not None and k_ring is not None and v_ring is not None
-            cache = LayerCache(cache.kv.write(k, v, page_table, rows), k_ring, v_ring, cache.attn_conv, cache.mlp_conv)
+            assert kv is not None and k_ring is not None and v_ring is not None
+            cache = LayerCache(kv, k_ring, v_ring, cache.attn_conv, cache.mlp_conv)
         return self.wo(out.reshape(batch, new, -1)), cache
 
     def _tau(self, positions: Int[Array, "B T"]) -> Float[Array, "B T"] | None:

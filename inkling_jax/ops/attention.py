@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from ..cache import PagedKV, Rows
+from ..cache import VERIFY_ROWS, PagedKV, Rows
 from ..config import AttentionShape
 from .linear import linear, precision
 
@@ -38,21 +38,38 @@ def attend(
     tau: Float[Array, "B T"] | None = None,
     kv: PagedKV | None = None,
     page_table: Int[Array, "B pages"] | None = None,
-) -> Float[Array, "B T N D"]:
-    """Output of every new row over the cached rows before `rows.start` and the new rows up to itself.
+) -> tuple[Float[Array, "B T N D"], PagedKV | None]:
+    """Output of every new row over the cached rows and the new rows up to itself; and the pages with the new rows.
+
+    A chunk reads the pages before `rows.start` and the new rows from `k` and `v`, and is written afterwards: local
+    layers need no more pages than their window, whatever the chunk. The few rows of a verify are written first and
+    everything is read from the pages, in blocks that begin at fixed positions: the sums that make up a row are then
+    the same however many rows came with it, so greedy decoding gives the same tokens for every number of drafts.
 
     Padding rows come after the real ones, so causality alone hides them; their own output is finite and meaningless.
     """
     batch, new, heads, dim = q.shape
     grouped = q.reshape(batch, new, shape.kv_heads, heads // shape.kv_heads, dim).transpose(0, 2, 3, 1, 4)
-    # A product that also transposes has no bfloat16 form on the CPU (jax 0.11.2, 0.12.0).
-    rel = linear(r, rel_proj.T, jnp.float32).transpose(0, 2, 1, 3).reshape(*grouped.shape[:4], shape.extent)
-    state = _new_rows(grouped, k, v, rel, tau, shape)
-    if kv is not None:
+    # In float32: so few terms cost nothing, and the CPU rounds a bfloat16 product of them by the number of rows.
+    rel = linear(r.astype(jnp.float32), rel_proj.T.astype(jnp.float32))
+    rel = rel.transpose(0, 2, 1, 3).reshape(*grouped.shape[:4], shape.extent)
+    if kv is None:
+        state = _new_rows(grouped, k, v, rel, tau, shape)
+    else:
         assert page_table is not None
-        state = _cached_rows(state, grouped, rel, tau, rows, shape, kv, page_table)
-    out = state.out / state.total[..., None]
-    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+        first = new <= VERIFY_ROWS
+        written = kv.write(k, v, page_table, rows)
+        state = _no_rows(grouped) if first else _new_rows(grouped, k, v, rel, tau, shape)
+        end = rows.start + rows.count if first else rows.start
+        state = _cached_rows(state, grouped, rel, tau, rows, end, shape, written if first else kv, page_table)
+        kv = written
+    out = state.out / jnp.where(state.total > 0, state.total, 1.0)[..., None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype), kv
+
+
+def _no_rows(q: Float[Array, "B K G T D"]) -> Softmax:
+    top = jnp.full(q.shape[:-1], MASKED, jnp.float32)
+    return Softmax(jnp.zeros(q.shape, jnp.float32), top, jnp.zeros_like(top))
 
 
 def _accumulate(
@@ -120,19 +137,20 @@ def _cached_rows(
     rel: Float[Array, "B K G T X"],
     tau: Float[Array, "B T"] | None,
     rows: Rows,
+    end: Int[Array, " B"],
     shape: AttentionShape,
     kv: PagedKV,
     page_table: Int[Array, "B pages"],
 ) -> Softmax:
-    """Adds the cached rows before `rows.start`, as far back as the window reaches and no further."""
+    """Adds the cached rows before `end`, as far back as the window reaches and no further."""
     page = kv.k.shape[2]
     pages = max(1, BLOCK // page)
     block = pages * page
     spare = -page_table.shape[1] % pages
     page_table = jnp.pad(page_table, ((0, 0), (0, spare)), constant_values=-1)
     positions = rows.positions(q.shape[3])
-    start = jnp.where(rows.count > 0, rows.start, 0)
-    oldest = jnp.zeros_like(start)
+    end = jnp.where(rows.count > 0, end, 0)
+    oldest = jnp.zeros_like(end)
     if shape.window is not None:
         # Idle sequences must not drag the first block back to 0.
         reach = jnp.where(rows.count > 0, rows.start - shape.window + 1, jnp.iinfo(jnp.int32).max)
@@ -141,16 +159,16 @@ def _cached_rows(
     def step(i: Int[Array, ""], state: Softmax) -> Softmax:
         ids = lax.dynamic_slice_in_dim(page_table, i * pages, pages, axis=1)
         at = i * block + jnp.arange(block)
-        live = (at >= oldest[:, None]) & (at < start[:, None])
+        live = (at >= oldest[:, None]) & (at < end[:, None])
         k, v = kv.read(ids, live)
         distance = positions[:, :, None] - at[None, None, :]
-        visible = live[:, None, :]
+        visible = live[:, None, :] & (distance >= 0)
         if shape.window is not None:
             visible &= distance < shape.window
         return _accumulate(state, _scores(q, k) + _bias(rel, distance), v, tau, visible)
 
-    first = jnp.min(jnp.minimum(oldest, jnp.max(start))) // block
-    return lax.fori_loop(first, -(-jnp.max(start) // block), step, state)
+    first = jnp.min(jnp.minimum(oldest, jnp.max(end))) // block
+    return lax.fori_loop(first, -(-jnp.max(end) // block), step, state)
 
 
 def _bias(rel: Float[Array, "B K G T X"], distance: Int[Array, "B T S"]) -> Float[Array, "B K G T S"]:

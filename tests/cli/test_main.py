@@ -11,7 +11,14 @@ import pytest
 from inkling_jax.cli import generate
 
 COMMANDS = ("generate", "inspect", "convert", "doctor")
-PROGRAM = "import sys; from inkling_jax.cli import main; print('ready', file=sys.stderr, flush=True); sys.exit(main())"
+# A test run that a shell put into the background ignores Ctrl-C, and a process inherits that: hence the handler.
+PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from inkling_jax.cli import main
+print("ready", file=sys.stderr, flush=True)
+sys.exit(main())
+"""
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:

@@ -1,5 +1,6 @@
 """Attention with relative bias: over the new rows alone, and over cached rows and new ones together."""
 
+import itertools
 from dataclasses import dataclass
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inkling_jax.cache import PagedKV, Rows
+from inkling_jax.cache import VERIFY_ROWS, PagedKV, Rows
 from inkling_jax.config import AttentionShape
 from inkling_jax.ops import attend
 from tests import reference
@@ -43,7 +44,8 @@ class Case:
         q, k, v, r = (jnp.asarray(a, dtype)[None] for a in (self.q, self.k, self.v, self.r))
         rows = Rows(jnp.zeros(1, jnp.int32), jnp.full(1, LENGTH, jnp.int32))
         rel_proj, tau = jnp.asarray(self.rel_proj, dtype), jnp.asarray(self.tau, jnp.float32)[None]
-        return np.asarray(jax.jit(attend, static_argnames="shape")(q, k, v, r, rel_proj, rows, self.shape, tau=tau)[0])
+        out, _ = jax.jit(attend, static_argnames="shape")(q, k, v, r, rel_proj, rows, self.shape, tau=tau)
+        return np.asarray(out[0])
 
 
 def case(name, seed=0):
@@ -118,7 +120,8 @@ def test_bfloat16_is_close():
 
 # ---------------------------------------------------------------------------------------------------- with cached rows
 
-NEW = 6  # rows a step; one compilation serves every start and count
+NEW = 6  # rows a step, few enough to be written first; one compilation serves every start and count
+CHUNK = VERIFY_ROWS + 4  # rows a step, so many that they attend before they are written
 
 
 @jax.jit
@@ -126,7 +129,7 @@ def wipe(kv: PagedKV) -> PagedKV:
     return PagedKV(jnp.full_like(kv.k, jnp.nan), jnp.full_like(kv.v, jnp.nan), kv.ring)
 
 
-def cached(c: Case, starts, counts):
+def cached(c: Case, starts, counts, new=NEW):
     """Rows starts[b] .. starts[b] + counts[b] of the same sequence, for every b, after caching all rows before.
 
     Pages are handed out in a shuffled order and hold NaN until written: whatever is read too much shows.
@@ -141,21 +144,26 @@ def cached(c: Case, starts, counts):
     before = Rows(jnp.zeros(batch, jnp.int32), jnp.asarray(starts, jnp.int32))
     kv = kv.write(*everything, jnp.asarray(table), before)
     rows = Rows(jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32))
-    at = np.minimum(np.asarray(starts)[:, None] + np.arange(NEW), LENGTH - 1)
+    at = np.minimum(np.asarray(starts)[:, None] + np.arange(new), LENGTH - 1)
     q, k, v, r, tau = (jnp.asarray(a[at]) for a in (c.q, c.k, c.v, c.r, c.tau))
     step = jax.jit(attend, static_argnames="shape")
-    return np.asarray(
-        step(q, k, v, r, jnp.asarray(c.rel_proj), rows, c.shape, tau=tau, kv=kv, page_table=jnp.asarray(table))
-    )
+    rel_proj, table = jnp.asarray(c.rel_proj), jnp.asarray(table)
+    out, filled = step(q, k, v, r, rel_proj, rows, c.shape, tau=tau, kv=kv, page_table=table)
+    for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        at = np.arange(start, start + count)
+        np.testing.assert_array_equal(filled.k[table[b, at // PAGE], :, at % PAGE], c.k[at])
+        np.testing.assert_array_equal(filled.v[table[b, at // PAGE], :, at % PAGE], c.v[at])
+    return np.asarray(out)
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_cached_rows_agree_with_the_oracle_at_every_start(name):
+@pytest.mark.parametrize("new", [NEW, CHUNK])
+def test_cached_rows_agree_with_the_oracle_at_every_start(name, new):
     """Every start there is, so also window, extent and page edges, and unequal sequences side by side."""
     c = case(name)
     starts = np.arange(LENGTH)
-    counts = np.minimum(1 + starts % NEW, LENGTH - starts)
-    found, exact = cached(c, starts, counts), c.exact()
+    counts = np.minimum(1 + starts % new, LENGTH - starts)
+    found, exact = cached(c, starts, counts, new), c.exact()
     assert np.isfinite(found).all()
     for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
         assert relative_error(found[b, :count], exact[start : start + count]) < 1e-5, (start, count)
@@ -172,8 +180,33 @@ def test_a_hot_distance_finds_its_key_among_cached_rows(name, distance):
     np.testing.assert_allclose(found, np.broadcast_to(keys[:, None, None], found.shape), atol=1e-4)
 
 
-def test_an_idle_sequence_changes_nothing_and_stays_finite():
+@pytest.mark.parametrize("new", [NEW, CHUNK])
+def test_an_idle_sequence_changes_nothing_and_stays_finite(new):
     c = case("local")
-    alone, together = cached(c, [30], [NEW]), cached(c, [30, 0, 5], [NEW, 0, 0])
+    alone, together = cached(c, [30], [NEW], new), cached(c, [30, 0, 5], [NEW, 0, 0], new)
     assert np.isfinite(together).all()
     assert relative_error(together[0], alone[0]) < 1e-6
+
+
+def test_a_row_does_not_depend_on_how_many_rows_come_with_it():
+    """To the last bit, in the type that models run in: drafts must not change what a token's row says."""
+    shape, rng = SHAPES["local"], np.random.default_rng(3)
+    draw = lambda *size: jnp.asarray(rng.standard_normal((1, *size)), jnp.bfloat16)  # noqa: E731
+    q, k, v = draw(NEW, 4, 8), draw(NEW, 2, 8), draw(NEW, 2, 8)
+    r, rel_proj = draw(NEW, 4, REL), draw(REL, 7)[0]
+    pool = jnp.zeros((10, 2, PAGE, 8), jnp.bfloat16)
+    table = jnp.arange(10, dtype=jnp.int32)[None]
+    step = jax.jit(attend, static_argnames="shape")
+
+    def run(cuts):
+        kv, found = PagedKV(pool, pool), []
+        for first, last in itertools.pairwise(cuts):
+            rows = Rows(jnp.full(1, first, jnp.int32), jnp.full(1, last - first, jnp.int32))
+            spare = ((0, 0), (0, int(last - first < 2)), (0, 0), (0, 0))
+            new = [jnp.pad(x[:, first:last], spare) for x in (q, k, v, r)]
+            out, kv = step(*new, rel_proj, rows, shape, kv=kv, page_table=table)
+            found.append(np.asarray(out[0, : last - first], np.float32))
+        return np.concatenate(found)
+
+    for cuts in ([0, 1, 2, 3, 4, 5, 6], [0, 2, 3, 6], [0, 5, 6]):
+        np.testing.assert_array_equal(run(cuts), run([0, 6]))
