@@ -141,7 +141,7 @@ class CacheShape:
 
     @property
     def rows(self) -> int:
-        return max(self.drafts + 1, 2 * self.drafts)
+        return self.drafts + 1
 
     def local_pages(self, config: InklingConfig) -> int:
         """Pages a sequence keeps in a local layer: the window before the oldest row of a round, and the round."""

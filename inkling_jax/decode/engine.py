@@ -94,7 +94,7 @@ class Engine:
             length=jnp.asarray(prompt),
             limit=jnp.asarray(limit),
             status=jnp.asarray(np.where(real, RUNNING, FULL).astype(np.int32)),
-            hidden=Ring(jnp.zeros((batch, max(1, 3 * drafts), self.config.hidden_size), self.dtype)),
+            hidden=Ring(jnp.zeros((batch, 2 * drafts + 1, self.config.hidden_size), self.dtype)),
             rounds=jnp.zeros(batch, jnp.int32),
             offered=jnp.zeros((batch, drafts), jnp.int32),
             accepted=jnp.zeros((batch, drafts), jnp.int32),

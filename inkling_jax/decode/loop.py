@@ -7,9 +7,10 @@ One round, with L tokens committed and the target's cache holding positions 0 ..
 2. verify: the target runs over the last committed token and the K drafts, K + 1 rows.
 3. accept a prefix of the drafts and one more token from the target; stop at an end token or at the limit.
 
-Depth d's row i is computed from the token at i + d + 1, so a draft that was rejected at position p has spoiled its rows
-p - d - 1 and later. The frontier moves by at most K + 1 a round and the deepest depth looks K tokens ahead: the 2 K
-rows before the frontier cover every spoiled row of every depth, and each round every depth runs over just these.
+Depth d's row i is computed from the token at i + d + 1. A round that accepted c drafts moved the frontier by c + 1;
+every row before the old frontier whose token was accepted is right as it stands, and the rejected ones lie at most
+d rows before the new frontier. So the K + 1 rows before the frontier are all that can be missing or spoiled, for
+every depth, and each round every depth runs over just these.
 """
 
 import dataclasses
@@ -123,7 +124,7 @@ def propose(
 
     A sequence of one token has no hidden row to draft from. A depth whose logits are not finite ends the offer.
     """
-    window = 2 * drafts
+    window = drafts + 1
     running = state.status == RUNNING
     start = jnp.maximum(state.length - 1 - window, 0)
     rows = Rows(start, jnp.where(running, jnp.minimum(state.length - 1, window), 0))

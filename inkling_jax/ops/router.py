@@ -23,6 +23,8 @@ def route(
     """
     experts = bias.shape[0]
     logits = linear(x.astype(jnp.float32), weight.astype(jnp.float32))
-    _, ids = lax.top_k(jax.nn.sigmoid(logits[:, :experts]) + bias, experts_per_token)
+    scores = jax.nn.sigmoid(logits[:, :experts]) + bias
+    # top_k ranks NaN by its sign. It must be chosen, so that it reaches the logits and is reported.
+    _, ids = lax.top_k(jnp.where(jnp.isnan(scores), jnp.inf, scores), experts_per_token)
     chosen = jnp.concatenate([jnp.take_along_axis(logits, ids, axis=1), logits[:, experts:]], axis=1)
     return ids, jax.nn.softmax(jax.nn.log_sigmoid(chosen), axis=-1) * scale

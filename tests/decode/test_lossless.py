@@ -181,7 +181,7 @@ def test_a_stop_id_ends_the_sequence_wherever_it_falls_in_a_round(place):
 # --------------------------------------------------------------------------------------------------------------- caches
 
 
-WINDOW = 2 * DRAFTS  # rows that a round runs through every depth
+WINDOW = DRAFTS + 1  # rows that a round runs through every depth
 SPOILED = DRAFTS + 1  # rows before the frontier that a round may leave unwritten or wrong in a depth
 
 

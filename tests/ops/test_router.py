@@ -1,5 +1,6 @@
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from inkling_jax.ops import route
 from tests.precision import bf16
@@ -73,3 +74,13 @@ def test_far_logits_stay_finite():
     x, weight, bias = drawn()
     for factor in (1e4, -1e4):
         assert np.isfinite(run(x * np.float32(factor), weight, bias)[1]).all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_broken_expert_is_chosen_and_shows(sign):
+    weight = np.ones((6, 4), np.float32)
+    weight[3] = np.copysign(np.nan, sign)
+    x, bias = jnp.ones((2, 4)), jnp.zeros(4)
+    ids, weights = route(x, jnp.asarray(weight), bias, jnp.float32(1.0), 2)
+    assert (np.asarray(ids) == 3).any(axis=1).all()
+    assert np.isnan(np.asarray(weights)).any(axis=1).all()
