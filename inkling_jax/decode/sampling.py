@@ -90,8 +90,11 @@ def accept(
     rejection the token comes from max(p - q, 0) renormalised, after none from p: the output has the target's
     distribution exactly (Leviathan et al. 2023; Chen et al. 2023).
     """
-    arguments = (drafts, draft_logits, target_logits, offered, positions, settings)
-    return lax.cond(jnp.any(settings.temperature > 0.0), _accept_sampled, _accept_greedy, *arguments)
+    return lax.cond(
+        jnp.any(settings.temperature > 0.0),
+        lambda: _accept_sampled(drafts, draft_logits, target_logits, offered, positions, settings),
+        lambda: _accept_greedy(drafts, target_logits, offered),
+    )
 
 
 def _prefix(good: Bool[Array, "B drafts"], offered: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -100,14 +103,8 @@ def _prefix(good: Bool[Array, "B drafts"], offered: Int[Array, " B"]) -> Int[Arr
 
 
 def _accept_greedy(
-    drafts: Int[Array, "B drafts"],
-    draft_logits: list[Float[Array, "B V"]],
-    target_logits: Float[Array, "B rows V"],
-    offered: Int[Array, " B"],
-    positions: Int[Array, " B"],
-    settings: Settings,
+    drafts: Int[Array, "B drafts"], target_logits: Float[Array, "B rows V"], offered: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    del draft_logits, positions, settings
     best = jnp.argmax(target_logits, axis=-1).astype(jnp.int32)
     count = _prefix(drafts == best[:, : drafts.shape[1]], offered)
     return count, jnp.take_along_axis(best, count[:, None], axis=1)[:, 0]

@@ -113,6 +113,7 @@ class Session:
 
     def _look(self) -> None:
         state = self._state
+        self._seen: dict[str, np.ndarray] = {}
         self._length, self._status = np.array(state.length), np.array(state.status)
         broken = np.flatnonzero(self._status == NOT_FINITE)
         if broken.size:
@@ -122,6 +123,12 @@ class Session:
                 f'are broken there (try dtype="float32", or check the checkpoint); no token was made up'
             )
 
+    def _host(self, name: str) -> np.ndarray:
+        """An array of the state on the host, fetched once a look for all sequences together."""
+        if name not in self._seen:
+            self._seen[name] = np.asarray(getattr(self._state, name))
+        return self._seen[name]
+
     @property
     def finished(self) -> bool:
         return not (self._status[: len(self.requests)] == RUNNING).any()
@@ -129,7 +136,7 @@ class Session:
     def new_tokens(self, b: int) -> list[int]:
         """Tokens of sequence b so far, without the end token that closed it."""
         first, last = len(self.requests[b].tokens), int(self._length[b])
-        tokens = np.asarray(self._state.tokens[b])[first:last].tolist()
+        tokens = self._host("tokens")[b, first:last].tolist()
         if self._status[b] == STOPPED and b not in self._cut and tokens:
             tokens.pop()
         return tokens
@@ -163,12 +170,12 @@ class Session:
             while tokens and len(self._tokenizer.decode(tokens)) > len(text):
                 tokens.pop()
         span = slice(len(self.requests[b].tokens), len(self.requests[b].tokens) + len(tokens))
-        rejected = np.asarray(self._state.rejected[b])[span].tolist()
+        rejected = self._host("rejected")[b, span].tolist()
         return Completion(
             text=text,
             tokens=tokens,
             finish_reason="stop" if self._status[b] == STOPPED else "length",
-            drafted=np.asarray(self._state.drafted[b])[span].tolist(),
+            drafted=self._host("drafted")[b, span].tolist(),
             rejected=[None if token < 0 else token for token in rejected],
         )
 

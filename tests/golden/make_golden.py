@@ -1,7 +1,7 @@
 """Golden files: what `transformers` computes for small Inkling models with drawn weights.
 
     python3.11 -m venv golden-env
-    golden-env/bin/pip install torch==2.13.* --index-url https://download.pytorch.org/whl/cpu
+    golden-env/bin/pip install torch==2.13.*  # a CPU build is enough
     golden-env/bin/pip install "transformers>=5.23" safetensors numpy
     golden-env/bin/python tests/golden/make_golden.py
 
