@@ -32,12 +32,13 @@ class Tiles:
     depth: int
     num_warps: int = 4
     num_stages: int = 3
+    flip: bool = False
     shared_depth: int = 64  # of the arrays beside packed weights
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that a kernel knows before it runs; `format` is None where the routed experts are arrays."""
+    """All that a kernel knows before it runs; `packing` is None where the routed experts are arrays."""
 
     tiles: Tiles
     rows: int
@@ -46,10 +47,8 @@ class Plan:
     outputs: int
     shared: int
     direct: bool
-    format: str | None
+    packing: unpack.Packing | None
     split_out: bool
-    ptx: bool
-    two: bool = True
 
     @property
     def pairs(self) -> int:
@@ -127,8 +126,10 @@ def shared_rows(plan: Plan, block: jax.Array) -> Rows:
     return Rows(pair, row < plan.rows, jnp.bool_(True), expert)
 
 
-def dot(x: jax.Array, w: jax.Array) -> jax.Array:
+def dot(x: jax.Array, w: jax.Array, flip: bool) -> jax.Array:
     """x w^T in float32, without TF32."""
+    if flip:
+        x, w = w, x
     contract = (((1,), (1,)), ((), ()))
     return lax.dot_general(x, w, contract, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -147,8 +148,9 @@ def load(ref, at: tuple, shape: tuple[int, int], rows: jax.Array | None, columns
     return plt.load(ref.at[at], mask=mask, other=0)
 
 
-def accumulate(steps: int, parts: int, shape: tuple[int, int], body: Callable) -> tuple[jax.Array, ...]:
-    return lax.fori_loop(0, steps, body, (jnp.zeros(shape, jnp.float32),) * parts)
+def accumulate(steps: int, parts: int, shape: tuple[int, int], body: Callable, flip) -> tuple[jax.Array, ...]:
+    sums = lax.fori_loop(0, steps, body, (jnp.zeros(shape[::-1] if flip else shape, jnp.float32),) * parts)
+    return tuple(s.T for s in sums) if flip else sums
 
 
 def array_product(plan: Plan, depth: int, x_ref, row, live, w_ref, expert, out, parts: int) -> tuple[jax.Array, ...]:
@@ -160,66 +162,48 @@ def array_product(plan: Plan, depth: int, x_ref, row, live, w_ref, expert, out, 
         cut = inside(k, plan.inputs, depth)
         x = load(x_ref, (row[:, None], k[None]), (shape[0], depth), live, cut)
         weights = lambda p: (expert, p, out[:, None], k[None]) if parts == 2 else (expert, out[:, None], k[None])  # noqa: E731
-        return tuple(s + dot(x, load(w_ref, weights(p), (shape[1], depth), real, cut)) for p, s in enumerate(sums))
+        return tuple(s + dot(x, load(w_ref, weights(p), (shape[1], depth), real, cut), plan.tiles.flip) for p, s in enumerate(sums))
 
-    return accumulate(pl.cdiv(plan.inputs, depth), parts, shape, body)
+    return accumulate(pl.cdiv(plan.inputs, depth), parts, shape, body, plan.tiles.flip)
 
 
 def packed_product(plan: Plan, x_ref, row, live, w_refs, expert, out, parts: int) -> tuple[jax.Array, ...]:
     """The same with packed weights; x in the order of `split_columns`."""
     codes_ref, scales_ref = w_refs[:2]
-    block = {"nvfp4": 16, "mxfp4": 32}[plan.format]
-    words, blocks = plan.tiles.depth // VALUES_A_WORD, plan.tiles.depth // block
+    packing = plan.packing
+    words, blocks = plan.tiles.depth // VALUES_A_WORD, plan.tiles.depth // packing.block
     all_words = plan.inputs // VALUES_A_WORD
     shape, real = (plan.tiles.rows, plan.tiles.outputs), inside(out, plan.outputs, plan.tiles.outputs)
     dtype = jnp.bfloat16 if x_ref.dtype == jnp.bfloat16 else jnp.float32
 
-    def body(i, sums):
+    at = lambda p, k: (expert, p, out[:, None], k[None]) if parts == 2 else (expert, out[:, None], k[None])  # noqa: E731
+
+    def load_scales(i):
+        k = i * blocks + jnp.arange(blocks, dtype=jnp.int32)
+        cut = k < plan.inputs // packing.block
+        return tuple(load(scales_ref, at(p, k), (shape[1], blocks), real, cut) for p in range(parts))
+
+    def body(i, state):
+        sums, bits = state
         word = i * words + jnp.arange(words, dtype=jnp.int32)
-        scale = i * blocks + jnp.arange(blocks, dtype=jnp.int32)
-        word_cut, scale_cut = inside(word, all_words, words), inside(scale, plan.inputs // block, blocks)
-        at = lambda p, k: (expert, p, out[:, None], k[None]) if parts == 2 else (expert, out[:, None], k[None])  # noqa: E731
-        codes = [load(codes_ref, at(p, word), (shape[1], words), real, word_cut) for p in range(parts)]
-        scales = [load(scales_ref, at(p, scale), (shape[1], blocks), real, scale_cut) for p in range(parts)]
-        scales = [spread(plan, s, words, dtype) for s in scales]
+        cut = inside(word, all_words, words)
+        codes = [load(codes_ref, at(p, word), (shape[1], words), real, cut) for p in range(parts)]
+        scales = [packing.spread(b, words, dtype) for b in bits]
+        bits = load_scales(i + 1)
         for t in range(VALUES_A_WORD):
-            x = load(x_ref, (row[:, None], t, word[None]), (shape[0], words), live, word_cut).astype(dtype)
-            sums = tuple(s + dot(x, value(plan, codes[p], scales[p], t)) for p, s in enumerate(sums))
-        return sums
+            x = load(x_ref, (row[:, None], t, word[None]), (shape[0], words), live, cut).astype(dtype)
+            sums = tuple(
+                s + dot(x, packing.value(codes[p], scales[p], t), plan.tiles.flip) for p, s in enumerate(sums)
+            )
+        return sums, bits
 
-    sums = accumulate(pl.cdiv(plan.inputs, plan.tiles.depth), parts, shape, body)
-    factor = 2.0**8 if plan.ptx and not plan.two else 1.0
-    if plan.format == "nvfp4":
-        factor = factor * w_refs[2][expert]
+    zero = jnp.zeros(shape[::-1] if plan.tiles.flip else shape, jnp.float32)
+    steps = pl.cdiv(plan.inputs, plan.tiles.depth)
+    sums, _ = lax.fori_loop(0, steps, body, ((zero,) * parts, load_scales(0)))
+    if plan.tiles.flip:
+        sums = tuple(s.T for s in sums)
+    factor = packing.factor if packing.format == "mxfp4" else packing.factor * w_refs[2][expert]
     return tuple(s * factor for s in sums)
-
-
-def spread(plan: Plan, bits: jax.Array, words: int, dtype) -> jax.Array:
-    """Block scales [outputs, blocks] as numbers, one for each word [outputs, words]."""
-    scale = unpack.e4m3(bits) if plan.format == "nvfp4" else unpack.e8m0(bits)
-    if plan.ptx and not plan.two:
-        scale = scale * 2.0**118
-    rows, blocks = bits.shape
-    wide = jnp.broadcast_to(scale.astype(dtype)[:, :, None], (rows, blocks, words // blocks))
-    return wide.reshape(rows, words)
-
-
-def value(plan: Plan, codes: jax.Array, scales: jax.Array, t: int) -> jax.Array:
-    """Value t of every word, times its scale."""
-    if not plan.ptx:
-        return (unpack.e2m1(codes >> (4 * t)) * scales.astype(jnp.float32)).astype(scales.dtype)
-    magnitude, sign = unpack.SHIFTS[t % 4]
-    asm = unpack.PTX.format(
-        half="0x7632" if t >= 4 else "0x5410", magnitude=magnitude, sign=sign, normal=unpack.NORMAL if plan.two else ""
-    )
-    [out] = plt.elementwise_inline_asm(
-        asm,
-        args=[codes, scales],
-        constraints="=r,r,r,r",
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)],
-    )
-    return out
 
 
 def up_kernel(*refs, plan: Plan):
@@ -261,10 +245,10 @@ def store(plan: Plan, rows: Rows, out, y, out_ref, column) -> None:
 
 def run(plan: Plan, refs, parts: int, finish: Callable) -> None:
     refs, out_ref = list(refs[:-1]), refs[-1]
-    x_ref = refs.pop(0) if plan.format is None or plan.shared else None
-    words_ref = refs.pop(0) if plan.format is not None else None
+    x_ref = refs.pop(0) if plan.packing is None or plan.shared else None
+    words_ref = refs.pop(0) if plan.packing is not None else None
     block_refs = [refs.pop(0) for _ in range(1 if plan.direct else 2)]
-    w_refs = [refs.pop(0) for _ in range({None: 1, "mxfp4": 2, "nvfp4": 3}[plan.format])]
+    w_refs = [refs.pop(0) for _ in range(1 if plan.packing is None else 3 if plan.packing.format == "nvfp4" else 2)]
     out = pl.program_id(0) * plan.tiles.outputs + jnp.arange(plan.tiles.outputs, dtype=jnp.int32)
     block = pl.program_id(1)
 
@@ -280,7 +264,7 @@ def run(plan: Plan, refs, parts: int, finish: Callable) -> None:
         @pl.when(rows.some)
         def _():
             row = row_of(rows.pair)
-            if plan.format is None:
+            if plan.packing is None:
                 sums = array_product(plan, plan.tiles.depth, x_ref, row, rows.live, w_refs[0], rows.expert, out, parts)
             else:
                 sums = packed_product(plan, words_ref, row, rows.live, w_refs, rows.expert, out, parts)
@@ -297,7 +281,7 @@ def run(plan: Plan, refs, parts: int, finish: Callable) -> None:
         row = rows.pair
         if parts == 2:
             row = lax.rem(row - plan.pairs, jnp.full_like(row, plan.rows))
-        depth = plan.tiles.depth if plan.format is None else plan.tiles.shared_depth
+        depth = plan.tiles.depth if plan.packing is None else plan.tiles.shared_depth
         sums = array_product(plan, depth, x_ref, row, rows.live, refs[0], rows.expert, out, parts)
         finish(plan, rows, out, sums, out_ref, False)
 
@@ -344,6 +328,8 @@ def moe_triton(
     (rows, hidden), per_row, (experts, _, width, _) = x.shape, ids.shape[1], w13.shape
     shared = 0 if shared_w13 is None else shared_w13.shape[0]
     where = dispatch.target()
+    ptx = implementation == "triton" and where.platform == "cuda" and x.dtype == jnp.bfloat16
+    capability = where.capability if ptx else 0
     pick = functools.partial(choose_tiles, rows=rows, pairs=rows * per_row, experts=experts, itemsize=x.dtype.itemsize, where=where)
 
     def plan(up: bool, w) -> Plan:
@@ -356,17 +342,16 @@ def moe_triton(
             outputs=width if up else hidden,
             shared=shared,
             direct=rows == 1,
-            format=w.format if packed else None,
+            packing=unpack.Packing(w.format, capability) if packed else None,
             split_out=up and isinstance(w2, FP4),
-            ptx=packed and implementation == "triton" and where.platform == "cuda" and x.dtype == jnp.bfloat16,
         )
 
     up, down = plan(True, w13), plan(False, w2)
     blocks = (ids,) if up.direct else make_blocks(ids, experts, valid, up.tiles.rows)
-    inputs = [*([x] if up.format is None or shared else []), *([unpack.split_columns(x)] if up.format else [])]
+    inputs = [*([x] if up.packing is None or shared else []), *([unpack.split_columns(x)] if up.packing else [])]
     h = launch(up_kernel, up, inputs, blocks, w13, shared_w13, None, implementation, x.dtype)
-    split = h.reshape(h.shape[0], VALUES_A_WORD, -1) if down.format else None
-    inputs = [*([h] if down.format is None or shared else []), *([split] if down.format else [])]
+    split = h.reshape(h.shape[0], VALUES_A_WORD, -1) if down.packing else None
+    inputs = [*([h] if down.packing is None or shared else []), *([split] if down.packing else [])]
     y = launch(down_kernel, down, inputs, blocks, w2, shared_w2, weights.reshape(-1), implementation, jnp.float32)
     return add_up(y, ids, experts, shared, valid).astype(x.dtype)
 
