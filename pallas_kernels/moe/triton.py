@@ -1,14 +1,14 @@
 """Two launches: rows through w13 and SwiGLU, then through w2, weighted; a sum over each row's experts follows.
 
-A row and one of its experts make a pair. Pairs are sorted by expert and cut into blocks of `Tiles.rows` that share one;
-a program multiplies one block with some rows of its expert's weights. So an expert that is hit is read once by as many
-rows as a tile holds, one that is not hit is not read, and nothing is larger than rows x experts per row. Few rows
-(decode) differ from many (prefill) in the tiles alone. A tile's rows do not meet in a dot, and the order of K is that of
-the tiles, so a row's result does not depend on the rows beside it.
+A row and one of its experts make a pair. Pairs are sorted by expert and cut into blocks of `Tiles.rows` that share one
+(`blocks.py`); a program multiplies one block with some rows of its expert's weights. So an expert that is hit is read
+once by as many rows as a tile holds, one that is not hit is not read, and nothing is larger than rows x experts per row.
+The shared experts' rows are blocks of the same launches. Few rows (decode) differ from many (prefill) in the tiles alone.
+The rows of a tile do not meet, and the order of K is that of the tiles: a row's result is bitwise the same whatever else
+is in the batch.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,298 +19,268 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import _dispatch as dispatch
+from pallas_kernels._flash import divide, dot_transposed, remainder
 from pallas_kernels.fp4 import FP4, VALUES_A_WORD
-from pallas_kernels.moe import unpack
+from pallas_kernels.moe.blocks import is_hit, make_blocks
+from pallas_kernels.moe.tiles import Tiles, choose_tiles
+from pallas_kernels.moe.unpack import Packing, split_columns
 
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Rows of x, rows of the weights, and columns of both that a program holds at a time."""
-
-    rows: int
-    outputs: int
-    depth: int
-    num_warps: int = 4
-    num_stages: int = 3
-    flip: bool = False
-    shared_depth: int = 64  # of the arrays beside packed weights
+SHARED_DEPTH = 64  # of shared experts' tiles beside packed ones, whose depth would be 2 KB a row
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that a kernel knows before it runs; `packing` is None where the routed experts are arrays."""
+    """All that a kernel knows before it runs.
+
+    The pairs of the shared experts follow the routed ones: pair `pairs + s * rows + m` is row m with shared expert s.
+    """
 
     tiles: Tiles
+    up: bool  # x through w13 and SwiGLU; otherwise that through w2, weighted
     rows: int
     per_row: int
+    shared: int
     inputs: int
     outputs: int
-    shared: int
-    direct: bool
-    packing: unpack.Packing | None
-    split_out: bool
+    packing: Packing | None  # of the routed experts; None where they are arrays
+    split: bool  # routed outputs in the order in which packed weights multiply them
 
     @property
     def pairs(self) -> int:
         return self.rows * self.per_row
 
     @property
-    def nowhere(self) -> int:
-        """Past all pairs: where lanes without one point, which masks keep from being read or written."""
+    def all_pairs(self) -> int:
         return self.pairs + self.shared * self.rows
+
+    @property
+    def direct(self) -> bool:
+        """One row: its pairs are the blocks."""
+        return self.rows == 1
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.up else 1
 
     @property
     def row_blocks(self) -> int:
         return pl.cdiv(self.rows, self.tiles.rows)
 
-
-class Blocks(NamedTuple):
-    """The routed pairs by expert: pair `order[i]` for i in first[b] .. end[b] is in block b, of expert[b]."""
-
-    table: jax.Array  # int32 [3, blocks]: expert, first, end
-    order: jax.Array  # int32 [pairs]
-
-
-def make_blocks(ids: jax.Array, experts: int, valid: jax.Array | None, size: int) -> Blocks:
-    """Sort the pairs by expert and cut them. Blocks past the last have first = end."""
-    pairs = ids.size
-    hit = (ids >= 0) & (ids < experts)
-    if valid is not None:
-        hit &= valid[:, None]
-    flat = jnp.where(hit, ids, experts).reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    expert = jnp.arange(experts, dtype=jnp.int32)
-    count = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)[:experts]
-    start = jnp.cumsum(count) - count
-    blocks = (count + (size - 1)) // size
-    last = jnp.cumsum(blocks)
-    most = min(pairs, min(experts, pairs) + pairs // size)
-    b = jnp.arange(most, dtype=jnp.int32)
-    mine = (b[:, None] >= (last - blocks)) & (b[:, None] < last)
-    pick = lambda per_expert: jnp.sum(jnp.where(mine, per_expert, 0), axis=1)  # noqa: E731
-    first = pick(start - (last - blocks) * size) + b * size
-    end = jnp.minimum(first + size, pick(start + count))
-    live = b < last[-1]
-    table = jnp.stack([pick(expert), jnp.where(live, first, 0), jnp.where(live, end, 0)])
-    return Blocks(table, order)
+    def operands(self) -> tuple[int, ...]:
+        """How many refs each of these has: plain inputs, split inputs, blocks, experts, shared experts, weights."""
+        packed = self.packing is not None
+        experts = 1 if self.packing is None else 3 if self.packing.format == "nvfp4" else 2
+        shared = int(self.shared > 0)
+        return int(not packed or shared), int(packed), 1 if self.direct else 2, experts, shared, int(not self.up)
 
 
-class Rows(NamedTuple):
-    """The pairs of a program's tile: their numbers, which of the lanes are real, and whether any is."""
+class Lanes(NamedTuple):
+    """The pairs of a program's tile, which of them are real, their expert, and whether there is any."""
 
     pair: jax.Array
     live: jax.Array
-    some: jax.Array
     expert: jax.Array
+    some: jax.Array | bool
+
+    @classmethod
+    def of(cls, plan: Plan, pair, live, expert, some) -> "Lanes":
+        """Where a lane is not real its pair is past all others: a masked store may write the old value back."""
+        return cls(jnp.where(live, pair, plan.all_pairs + lanes(plan)), live, expert, some)
 
 
-def routed_rows(plan: Plan, block: jax.Array, experts: int, block_refs) -> Rows:
-    lane = jnp.arange(plan.tiles.rows, dtype=jnp.int32)
-    if plan.direct:  # one row: its pairs are the blocks
+def lanes(plan: Plan) -> jax.Array:
+    return jnp.arange(plan.tiles.rows, dtype=jnp.int32)
+
+
+def routed_lanes(plan: Plan, block: jax.Array, experts: int, block_refs: list) -> Lanes:
+    if plan.direct:
         expert = block_refs[0][0, block]
-        hit = (expert >= 0) & (expert < experts)
-        live = lane < hit.astype(jnp.int32)
-        return Rows(jnp.where(live, block, plan.nowhere + lane), live, hit, expert)
+        some = (expert >= 0) & (expert < experts)
+        return Lanes.of(plan, block, lanes(plan) < some.astype(jnp.int32), expert, some)
     table_ref, order_ref = block_refs
     first, end = table_ref[1, block], table_ref[2, block]
-    live = first + lane < end
-    pair = plt.load(order_ref.at[first + lane], mask=live, other=0)
-    return Rows(jnp.where(live, pair, plan.nowhere + lane), live, first < end, table_ref[0, block])
+    live = first + lanes(plan) < end
+    pair = plt.load(order_ref.at[first + lanes(plan)], mask=live, other=0)
+    return Lanes.of(plan, pair, live, table_ref[0, block], first < end)
 
 
-def shared_rows(plan: Plan, block: jax.Array) -> Rows:
-    expert = lax.div(block, jnp.int32(plan.row_blocks))
-    lane = jnp.arange(plan.tiles.rows, dtype=jnp.int32)
-    row = lax.rem(block, jnp.int32(plan.row_blocks)) * plan.tiles.rows + lane
-    pair = jnp.where(row < plan.rows, plan.pairs + expert * plan.rows + row, plan.nowhere + lane)
-    return Rows(pair, row < plan.rows, jnp.bool_(True), expert)
-
-
-def dot(x: jax.Array, w: jax.Array, flip: bool) -> jax.Array:
-    """x w^T in float32, without TF32."""
-    if flip:
-        x, w = w, x
-    contract = (((1,), (1,)), ((), ()))
-    return lax.dot_general(x, w, contract, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+def shared_lanes(plan: Plan, block: jax.Array) -> Lanes:
+    expert = divide(block, plan.row_blocks)
+    row = remainder(block, plan.row_blocks) * plan.tiles.rows + lanes(plan)
+    return Lanes.of(plan, plan.pairs + expert * plan.rows + row, row < plan.rows, expert, True)
 
 
 def inside(index: jax.Array, size: int, tile: int) -> jax.Array | None:
-    """The mask of an index, None where the tiles divide the size."""
+    """The mask of an index; None where the tiles divide the size."""
     return None if size % tile == 0 else index < size
 
 
-def load(ref, at: tuple, shape: tuple[int, int], rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:
-    """A tile of zeros where a mask says no."""
-    masks = [m for m in (rows if rows is None else rows[:, None], columns if columns is None else columns[None]) if m is not None]
-    if not masks:
+def load(ref, at: tuple, rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:
+    """The tile [R, C] at indices that broadcast to it, with zeros where a mask of its rows or columns says no."""
+    if rows is None and columns is None:
         return plt.load(ref.at[at])
-    mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), shape)
+    rows = jnp.bool_(True) if rows is None else rows[:, None]
+    columns = jnp.bool_(True) if columns is None else columns[None]
+    mask = jnp.broadcast_to(rows & columns, jnp.broadcast_shapes(*map(jnp.shape, at)))
     return plt.load(ref.at[at], mask=mask, other=0)
 
 
-def accumulate(steps: int, parts: int, shape: tuple[int, int], body: Callable, flip) -> tuple[jax.Array, ...]:
-    sums = lax.fori_loop(0, steps, body, (jnp.zeros(shape[::-1] if flip else shape, jnp.float32),) * parts)
-    return tuple(s.T for s in sums) if flip else sums
+def dot(plan: Plan, x: jax.Array, w: jax.Array) -> jax.Array:
+    return dot_transposed(w, x) if plan.tiles.weights_first else dot_transposed(x, w)
 
 
-def array_product(plan: Plan, depth: int, x_ref, row, live, w_ref, expert, out, parts: int) -> tuple[jax.Array, ...]:
-    """x[row] times rows `out` of the expert's weights, for each of the parts (gate, up): float32 [rows, outputs]."""
-    shape, real = (plan.tiles.rows, plan.tiles.outputs), inside(out, plan.outputs, plan.tiles.outputs)
+def start(plan: Plan) -> tuple[jax.Array, ...]:
+    shape = plan.tiles.rows, plan.tiles.outputs
+    return (jnp.zeros(shape[::-1] if plan.tiles.weights_first else shape, jnp.float32),) * plan.parts
+
+
+def finish(plan: Plan, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(s.T for s in sums) if plan.tiles.weights_first else sums
+
+
+def array_product(plan: Plan, depth: int, x_ref, row, live, w_ref, expert, out) -> tuple[jax.Array, ...]:
+    """x[row] times rows `out` of the expert's gate and up, or of its w2: float32 [rows, outputs]."""
+    real = inside(out, plan.outputs, plan.tiles.outputs)
 
     def body(i, sums):
         k = i * depth + jnp.arange(depth, dtype=jnp.int32)
         cut = inside(k, plan.inputs, depth)
-        x = load(x_ref, (row[:, None], k[None]), (shape[0], depth), live, cut)
-        weights = lambda p: (expert, p, out[:, None], k[None]) if parts == 2 else (expert, out[:, None], k[None])  # noqa: E731
-        return tuple(s + dot(x, load(w_ref, weights(p), (shape[1], depth), real, cut), plan.tiles.flip) for p, s in enumerate(sums))
+        x = load(x_ref, (row[:, None], k[None]), live, cut)
+        tiles = [load(w_ref, (expert, p, out[:, None], k[None]), real, cut) for p in range(plan.parts)]
+        return tuple(s + dot(plan, x, w) for s, w in zip(sums, tiles, strict=True))
 
-    return accumulate(pl.cdiv(plan.inputs, depth), parts, shape, body, plan.tiles.flip)
+    return finish(plan, lax.fori_loop(0, pl.cdiv(plan.inputs, depth), body, start(plan)))
 
 
-def packed_product(plan: Plan, x_ref, row, live, w_refs, expert, out, parts: int) -> tuple[jax.Array, ...]:
-    """The same with packed weights; x in the order of `split_columns`."""
+def packed_product(plan: Plan, packing: Packing, x_ref, row, live, w_refs, expert, out) -> tuple[jax.Array, ...]:
+    """The same with packed weights; x as `split_columns` gives it.
+
+    Each step loads the next one's scales and hands them on. Loaded in their own step, one-byte arrays would make Triton
+    lay out both operands four columns to a thread, for which x has to be moved about in registers.
+    """
     codes_ref, scales_ref = w_refs[:2]
-    packing = plan.packing
     words, blocks = plan.tiles.depth // VALUES_A_WORD, plan.tiles.depth // packing.block
-    all_words = plan.inputs // VALUES_A_WORD
-    shape, real = (plan.tiles.rows, plan.tiles.outputs), inside(out, plan.outputs, plan.tiles.outputs)
+    real = inside(out, plan.outputs, plan.tiles.outputs)
     dtype = jnp.bfloat16 if x_ref.dtype == jnp.bfloat16 else jnp.float32
 
-    at = lambda p, k: (expert, p, out[:, None], k[None]) if parts == 2 else (expert, out[:, None], k[None])  # noqa: E731
+    def tiles(ref, k, cut):
+        return tuple(load(ref, (expert, p, out[:, None], k[None]), real, cut) for p in range(plan.parts))
 
     def load_scales(i):
         k = i * blocks + jnp.arange(blocks, dtype=jnp.int32)
-        cut = k < plan.inputs // packing.block
-        return tuple(load(scales_ref, at(p, k), (shape[1], blocks), real, cut) for p in range(parts))
+        return tiles(scales_ref, k, k < plan.inputs // packing.block)
 
     def body(i, state):
         sums, bits = state
         word = i * words + jnp.arange(words, dtype=jnp.int32)
-        cut = inside(word, all_words, words)
-        codes = [load(codes_ref, at(p, word), (shape[1], words), real, cut) for p in range(parts)]
-        scales = [packing.spread(b, words, dtype) for b in bits]
+        cut = inside(word, plan.inputs // VALUES_A_WORD, words)
+        codes, scales = tiles(codes_ref, word, cut), [packing.spread(b, words, dtype) for b in bits]
         bits = load_scales(i + 1)
         for t in range(VALUES_A_WORD):
-            x = load(x_ref, (row[:, None], t, word[None]), (shape[0], words), live, cut).astype(dtype)
-            sums = tuple(
-                s + dot(x, packing.value(codes[p], scales[p], t), plan.tiles.flip) for p, s in enumerate(sums)
-            )
+            x = load(x_ref, (row[:, None], t, word[None]), live, cut).astype(dtype)
+            sums = tuple(s + dot(plan, x, packing.value(codes[p], scales[p], t)) for p, s in enumerate(sums))
         return sums, bits
 
-    zero = jnp.zeros(shape[::-1] if plan.tiles.flip else shape, jnp.float32)
-    steps = pl.cdiv(plan.inputs, plan.tiles.depth)
-    sums, _ = lax.fori_loop(0, steps, body, ((zero,) * parts, load_scales(0)))
-    if plan.tiles.flip:
-        sums = tuple(s.T for s in sums)
-    factor = packing.factor if packing.format == "mxfp4" else packing.factor * w_refs[2][expert]
-    return tuple(s * factor for s in sums)
+    state = start(plan), load_scales(0)
+    sums, _ = lax.fori_loop(0, pl.cdiv(plan.inputs, plan.tiles.depth), body, state)
+    factor = packing.factor * (w_refs[2][expert] if packing.format == "nvfp4" else 1.0)
+    return tuple(s * factor for s in finish(plan, sums))
 
 
-def up_kernel(*refs, plan: Plan):
-    """refs: rows [, rows in the order of words], blocks, routed w13, [shared w13], out h [pairs, F]."""
-    run(plan, refs, 2, swiglu_store)
-
-
-def down_kernel(*refs, plan: Plan):
-    """refs as in `up_kernel`, with h and w2, then the weights, out y [pairs, H]."""
-    run(plan, refs[:-2] + refs[-1:], 1, functools.partial(weighted_store, refs[-2]))
-
-
-def swiglu_store(plan: Plan, rows: Rows, out, sums, out_ref, split: bool) -> None:
-    gate, up = sums
-    column = out
-    if split:
-        column = lax.rem(out, jnp.full_like(out, 8)) * (plan.outputs // 8) + lax.div(out, jnp.full_like(out, 8))
-    store(plan, rows, out, (gate * jax.nn.sigmoid(gate) * up), out_ref, column)
-
-
-def weighted_store(weights_ref, plan: Plan, rows: Rows, out, sums, out_ref, split: bool) -> None:
-    del split
-    of = jnp.where(rows.pair < plan.pairs, rows.pair, 0)
-    width = plan.per_row + plan.shared
-    shared = rows.pair - plan.pairs
-    here = lax.div(of, jnp.full_like(of, plan.per_row)) * width + lax.rem(of, jnp.full_like(of, plan.per_row))
-    there = lax.rem(shared, jnp.full_like(of, plan.rows)) * width + plan.per_row + lax.div(shared, jnp.full_like(of, plan.rows))
-    at = jnp.where(rows.pair < plan.pairs, here, there)
-    weight = plt.load(weights_ref.at[at], mask=rows.live, other=0)
-    store(plan, rows, out, sums[0] * weight[:, None], out_ref, out)
-
-
-def store(plan: Plan, rows: Rows, out, y, out_ref, column) -> None:
-    mask = rows.live[:, None]
-    real = inside(out, plan.outputs, plan.tiles.outputs)
-    mask = jnp.broadcast_to(mask if real is None else mask & real[None], y.shape)
-    plt.store(out_ref.at[rows.pair[:, None], column[None]], y.astype(out_ref.dtype), mask=mask)
-
-
-def run(plan: Plan, refs, parts: int, finish: Callable) -> None:
-    refs, out_ref = list(refs[:-1]), refs[-1]
-    x_ref = refs.pop(0) if plan.packing is None or plan.shared else None
-    words_ref = refs.pop(0) if plan.packing is not None else None
-    block_refs = [refs.pop(0) for _ in range(1 if plan.direct else 2)]
-    w_refs = [refs.pop(0) for _ in range(1 if plan.packing is None else 3 if plan.packing.format == "nvfp4" else 2)]
+def expert_kernel(*refs, plan: Plan):
+    """refs: as `Plan.operands` counts them, then the output [all pairs, outputs]."""
+    taken, groups = 0, []
+    for count in plan.operands():
+        groups.append(list(refs[taken : taken + count]))
+        taken += count
+    plain, words, block_refs, w_refs, shared, weights = groups
     out = pl.program_id(0) * plan.tiles.outputs + jnp.arange(plan.tiles.outputs, dtype=jnp.int32)
-    block = pl.program_id(1)
+    block, shared_blocks = pl.program_id(1), plan.shared * plan.row_blocks
 
-    def row_of(pair):
-        """Where a pair's input is: x has one for all of a row's pairs, h one for each."""
-        if parts == 1:
-            return pair
-        return lax.div(pair, jnp.full_like(pair, plan.per_row))
+    def routed():
+        own = routed_lanes(plan, block - shared_blocks, w_refs[0].shape[0], block_refs)
+        row, column = divide(own.pair, plan.per_row), remainder(own.pair, plan.per_row)
+        source = row if plan.up else own.pair
 
-    def routed(block):
-        rows = routed_rows(plan, block, w_refs[0].shape[0], block_refs)
-
-        @pl.when(rows.some)
+        @pl.when(own.some)
         def _():
-            row = row_of(rows.pair)
             if plan.packing is None:
-                sums = array_product(plan, plan.tiles.depth, x_ref, row, rows.live, w_refs[0], rows.expert, out, parts)
+                sums = array_product(plan, plan.tiles.depth, plain[0], source, own.live, w_refs[0], own.expert, out)
             else:
-                sums = packed_product(plan, words_ref, row, rows.live, w_refs, rows.expert, out, parts)
-            finish(plan, rows, out, sums, out_ref, plan.split_out)
+                sums = packed_product(plan, plan.packing, words[0], source, own.live, w_refs, own.expert, out)
+            store(plan, own, out, activate(plan, own, sums, weights, row, column), refs[-1], plan.split)
 
     if not plan.shared:
-        routed(block)
+        routed()
         return
-    shared_blocks = plan.shared * plan.row_blocks
 
     @pl.when(block < shared_blocks)
     def _():
-        rows = shared_rows(plan, block)
-        row = rows.pair
-        if parts == 2:
-            row = lax.rem(row - plan.pairs, jnp.full_like(row, plan.rows))
-        depth = plan.tiles.depth if plan.packing is None else plan.tiles.shared_depth
-        sums = array_product(plan, depth, x_ref, row, rows.live, refs[0], rows.expert, out, parts)
-        finish(plan, rows, out, sums, out_ref, False)
+        own = shared_lanes(plan, block)
+        row, column = remainder(own.pair - plan.pairs, plan.rows), plan.per_row + own.expert
+        depth = plan.tiles.depth if plan.packing is None else SHARED_DEPTH
+        source = row if plan.up else own.pair
+        sums = array_product(plan, depth, plain[0], source, own.live, shared[0], own.expert, out)
+        store(plan, own, out, activate(plan, own, sums, weights, row, column), refs[-1], False)
 
-    @pl.when(block >= shared_blocks)
-    def _():
-        routed(block - shared_blocks)
+    pl.when(block >= shared_blocks)(routed)
 
 
-def launch(kernel, plan: Plan, rows, blocks, w, shared_w, weights, implementation, dtype) -> jax.Array:
-    """One kernel over the shared blocks and the routed ones: [pairs and shared pairs, outputs]."""
-    packed = [] if not isinstance(w, FP4) else [a for a in (w.codes, w.scales, w.expert_scale) if a is not None]
-    operands = [*rows, *blocks, *(packed or [w]), *(a for a in (shared_w, weights) if a is not None)]
-    count = plan.pairs if plan.direct else blocks[0].shape[1]
+def activate(plan: Plan, own: Lanes, sums: tuple[jax.Array, ...], weights: list, row, column) -> jax.Array:
+    """SwiGLU of gate and up; or the output times the weight of its row's expert."""
+    if plan.up:
+        gate, up = sums
+        return gate * jax.nn.sigmoid(gate) * up
+    return sums[0] * plt.load(weights[0].at[row, column], mask=own.live, other=0)[:, None]
+
+
+def store(plan: Plan, own: Lanes, out, y, out_ref, split: bool) -> None:
+    real = inside(out, plan.outputs, plan.tiles.outputs)
+    mask = own.live[:, None] if real is None else own.live[:, None] & real[None]
+    place = remainder(out, VALUES_A_WORD) * (plan.outputs // VALUES_A_WORD) + divide(out, VALUES_A_WORD)
+    at = own.pair[:, None], (place if split else out)[None]
+    plt.store(out_ref.at[at], y.astype(out_ref.dtype), mask=jnp.broadcast_to(mask, y.shape))
+
+
+def launch(plan: Plan, x, blocks: tuple, w, shared_w, weights, implementation: dispatch.Implementation) -> jax.Array:
+    """One kernel over the shared experts' blocks and the routed ones: [all pairs, outputs]."""
+    by_part = lambda a: a.reshape(a.shape[0], plan.parts, *a.shape[-2:])  # noqa: E731
+    if isinstance(w, FP4):
+        experts = [by_part(w.codes), by_part(w.scales), *([] if w.expert_scale is None else [w.expert_scale])]
+    else:
+        experts = [by_part(w)]
+    inputs = [x] if plan.packing is None or plan.shared else []
+    if plan.packing is not None:  # a row of x is in the order of its columns, a row of h has been stored split
+        inputs.append(split_columns(x) if plan.up else x.reshape(x.shape[0], VALUES_A_WORD, -1))
+    operands = [*inputs, *blocks, *experts, *([by_part(shared_w)] if plan.shared else []), *([] if plan.up else [weights])]
+    count = blocks[0].shape[1]
     call = dispatch.pallas_call(
-        functools.partial(kernel, plan=plan),
+        functools.partial(expert_kernel, plan=plan),
         op="moe",
         implementation=implementation,
         grid=(pl.cdiv(plan.outputs, plan.tiles.outputs), plan.shared * plan.row_blocks + count),
-        out_shape=jax.ShapeDtypeStruct((plan.pairs + plan.shared * plan.rows, plan.outputs), dtype),
+        out_shape=jax.ShapeDtypeStruct((plan.all_pairs, plan.outputs), x.dtype if plan.up else jnp.float32),
         num_warps=plan.tiles.num_warps,
         num_stages=plan.tiles.num_stages,
     )
     return call(*operands)
 
 
-def choose_tiles(up: bool, rows: int, pairs: int, experts: int, packed: bool, itemsize: int, where: dispatch.Target) -> Tiles:
-    if packed:
-        return Tiles(16, 64, 256, 4, 3)
-    return Tiles(16, 32, 256, 4, 3)
+def make_plan(up: bool, x, ids, w, w2, shared: int, implementation: dispatch.Implementation) -> Plan:
+    where, packed = dispatch.target(), isinstance(w, FP4)
+    capability = where.capability if implementation == "triton" and x.dtype == jnp.bfloat16 else 0
+    itemsize = 4 if packed and x.dtype == jnp.float16 else x.dtype.itemsize
+    return Plan(
+        tiles=choose_tiles(up, ids.size, w.shape[0], packed, itemsize, where),
+        up=up,
+        rows=x.shape[0],
+        per_row=ids.shape[1],
+        shared=shared,
+        inputs=w.shape[-1],
+        outputs=w.shape[-2],
+        packing=Packing(w.format, capability) if packed else None,
+        split=up and isinstance(w2, FP4),
+    )
 
 
 def moe_triton(
@@ -325,45 +295,28 @@ def moe_triton(
     implementation: dispatch.Implementation,
 ) -> jax.Array:
     """The kernels' calls; shapes as in the reference."""
-    (rows, hidden), per_row, (experts, _, width, _) = x.shape, ids.shape[1], w13.shape
-    shared = 0 if shared_w13 is None else shared_w13.shape[0]
-    where = dispatch.target()
-    ptx = implementation == "triton" and where.platform == "cuda" and x.dtype == jnp.bfloat16
-    capability = where.capability if ptx else 0
-    pick = functools.partial(choose_tiles, rows=rows, pairs=rows * per_row, experts=experts, itemsize=x.dtype.itemsize, where=where)
+    experts, shared = w13.shape[0], 0 if shared_w13 is None else shared_w13.shape[0]
+    up, down = (make_plan(u, x, ids, w, w2, shared, implementation) for u, w in ((True, w13), (False, w2)))
+    hit = is_hit(ids, experts, valid)
 
-    def plan(up: bool, w) -> Plan:
-        packed = isinstance(w, FP4)
-        return Plan(
-            tiles=pick(up, packed=packed),
-            rows=rows,
-            per_row=per_row,
-            inputs=hidden if up else width,
-            outputs=width if up else hidden,
-            shared=shared,
-            direct=rows == 1,
-            packing=unpack.Packing(w.format, capability) if packed else None,
-            split_out=up and isinstance(w2, FP4),
-        )
+    def blocks(plan: Plan) -> tuple[jax.Array, ...]:
+        return (ids,) if plan.direct else make_blocks(ids, hit, experts, plan.tiles.rows)
 
-    up, down = plan(True, w13), plan(False, w2)
-    blocks = (ids,) if up.direct else make_blocks(ids, experts, valid, up.tiles.rows)
-    inputs = [*([x] if up.packing is None or shared else []), *([unpack.split_columns(x)] if up.packing else [])]
-    h = launch(up_kernel, up, inputs, blocks, w13, shared_w13, None, implementation, x.dtype)
-    split = h.reshape(h.shape[0], VALUES_A_WORD, -1) if down.packing else None
-    inputs = [*([h] if down.packing is None or shared else []), *([split] if down.packing else [])]
-    y = launch(down_kernel, down, inputs, blocks, w2, shared_w2, weights.reshape(-1), implementation, jnp.float32)
-    return add_up(y, ids, experts, shared, valid).astype(x.dtype)
+    by_expert = blocks(up)
+    h = launch(up, x, by_expert, w13, shared_w13, None, implementation)
+    by_expert = by_expert if down.tiles.rows == up.tiles.rows else blocks(down)
+    y = launch(down, h, by_expert, w2, shared_w2, weights, implementation)
+    return add_up(y, hit, shared, valid).astype(x.dtype)
 
 
-def add_up(y: jax.Array, ids: jax.Array, experts: int, shared: int, valid: jax.Array | None) -> jax.Array:
+def add_up(y: jax.Array, hit: jax.Array, shared: int, valid: jax.Array | None) -> jax.Array:
     """The sum of each row's weighted pairs, in order. What no program wrote is left out."""
-    rows, per_row = ids.shape
-    each = y[: rows * per_row].reshape(rows, per_row, -1)
-    hit = (ids >= 0) & (ids < experts)
-    total = jnp.zeros(each[:, 0].shape, jnp.float32)
+    (rows, per_row), hidden = hit.shape, y.shape[1]
+    routed = y[: hit.size].reshape(rows, per_row, hidden)
+    beside = y[hit.size :].reshape(shared, rows, hidden)
+    total = jnp.zeros((rows, hidden), jnp.float32)
     for a in range(per_row):
-        total = total + jnp.where(hit[:, a, None], each[:, a], 0.0)
+        total = total + jnp.where(hit[:, a, None], routed[:, a], 0.0)
     for s in range(shared):
-        total = total + y[rows * per_row + s * rows :][:rows]
+        total = total + beside[s]
     return total if valid is None else jnp.where(valid[:, None], total, 0.0)

@@ -84,7 +84,7 @@ def moe64(x, ids, weights, w13, w2, shared_w13=None, shared_w2=None, valid=None)
         for weight, expert in zip(weights[m], own + shared, strict=True):
             if expert is not None:
                 gate, up = expert[0] @ x[m]
-                out[m] += weight * (expert[1] @ (gate / (1 + np.exp(-gate)) * up))
+                out[m] += weight * (expert[1] @ (gate * (1 + np.tanh(gate / 2)) / 2 * up))
     return out
 
 
@@ -225,7 +225,7 @@ def unpack_kernel(codes_ref, scales_ref, out_ref, *, packing: Packing, rows: int
 @pytest.mark.parametrize("pallas", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("form", FORMATS)
 def test_unpacking_is_exact_for_every_byte_and_every_scale(pallas, form):
-    """Against the number types of ml_dtypes. On a CPU, what is below 2^-126 may be 0; no weight is."""
+    """Against the number types of ml_dtypes. Subnormals, and the scale 2^-127, may count as 0: a CPU flushes them."""
     codes, scales = every_code_and_scale(form)
     packing = Packing(form, _dispatch.target().capability if pallas == "triton" else 0)
     call = _dispatch.pallas_call(
@@ -239,9 +239,9 @@ def test_unpacking_is_exact_for_every_byte_and_every_scale(pallas, form):
     actual *= packing.factor
     with np.errstate(over="ignore"):
         exact = f64(unpack64(FP4(jnp.asarray(codes), jnp.asarray(scales), None, form)).astype(ml_dtypes.bfloat16))
-    tiny = np.abs(exact) < 2.0**-126
-    assert np.array_equal(actual[~tiny], exact[~tiny], equal_nan=True)
-    assert np.all(np.abs(actual[tiny]) <= 2.0**-126)
+    flushed = (np.abs(exact) < 2.0**-126) | ((form == "mxfp4") & (scales[:, :1] == 0))
+    assert np.array_equal(actual[~flushed], exact[~flushed], equal_nan=True)
+    assert np.all((actual[flushed] == exact[flushed]) | (actual[flushed] == 0))
 
 
 def swap_nibbles(w: FP4) -> FP4:
@@ -307,16 +307,14 @@ def test_nothing_as_large_as_rows_times_experts(rows, form):
     experts, hidden, width, pairs = 64, 64, 128, 2 * rows
     a = shapes(rows, experts, form)
     reference = jax.jit(functools.partial(pallas_kernels.moe, implementation="xla")).lower(**a).compile()
-    one_expert = 3 * hidden * width * 4
-    room = 4 * one_expert + 6 * (pairs + rows) * width * 4
-    assert reference.memory_analysis().temp_size_in_bytes < room
-    if rows > 1:
-        assert room < rows * experts * hidden * 4 / 2
+    room = 2 * (3 * hidden * width * 4) + 3 * (pairs + rows) * hidden * 4
+    assert reference.memory_analysis().temp_size_in_bytes < room < experts * 3 * hidden * width * 2
+    assert rows == 1 or room < rows * experts * hidden * 2
     text = lower(functools.partial(call_triton, tuple(a)), tuple(a.values()), "sm_90").as_text()
     given = {tuple(leaf.shape) for leaf in jax.tree.leaves(a)}
-    named = {tuple(map(int, s.split("x")[:-1])) for s in re.findall(r"tensor<((?:\d+x)+\w+)>", text)}
+    named = {tuple(map(int, s.split("x")[:-1])) for s in re.findall(r"tensor<((?:\d+x)+)", text)}
     largest = max(np.prod(s) for s in named - given)
-    assert largest <= max((pairs + rows) * width, pairs * experts)
+    assert largest <= (pairs + rows) * width
 
 
 def call_triton(names: tuple[str, ...], *values):
