@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from pallas_kernels._dispatch import Target
+from pallas_kernels._dispatch import Target, next_power_of_2
 
-DECODE_ROWS = 16  # the least that matrix units take
+DECODE_ROWS = 16  # the most rows an expert has, on average, for which its weights and not its products count
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,12 @@ def choose_tiles(up: bool, pairs: int, experts: int, packed: bool, itemsize: int
     if itemsize == 4:
         tiles = Tiles(16, 32, 128 if packed else 32, 4, 2)
     elif share <= DECODE_ROWS and packed:
-        tiles = Tiles(DECODE_ROWS, 32, 256, 4 if up else 2, 3)
+        least = 16 if where.platform == "rocm" else 8  # rows that matrix units take, beside 16 of the weights
+        tiles = Tiles(least if share <= 8 else 16, 32 if up else 64, 256, 2, 3, weights_first=True)
     elif share <= DECODE_ROWS:
-        tiles = Tiles(DECODE_ROWS, 16, 256, 1, 4) if up and pairs <= DECODE_ROWS else Tiles(DECODE_ROWS, 32, 256, 4 if up else 2, 4)
+        tiles = Tiles(16, 32, 256, 4 if up else 2, 4)
+        if up and pairs <= 16:
+            tiles = Tiles(16, 16, 256, 1, 4)
     elif packed:
         tiles = Tiles(64 if share <= 64 or not wide else 128, 64, 128, 4, 3, weights_first=wide)
     elif not wide:
@@ -52,3 +55,14 @@ def choose_tiles(up: bool, pairs: int, experts: int, packed: bool, itemsize: int
     while tiles.num_stages > 2 and tiles.buffers(parts, itemsize) > where.shared_memory > 0:
         tiles = replace(tiles, num_stages=tiles.num_stages - 1)
     return tiles
+
+
+def shared_tiles(tiles: Tiles, rows: int, packed: bool) -> Tiles:
+    """Tiles of the shared experts, arrays that all rows visit, beside the routed ones'.
+
+    With the weights first their products are the narrow ones for any number of rows up to 64, and add in the same order.
+    """
+    if tiles.rows > DECODE_ROWS:
+        return replace(tiles, depth=64)
+    rows = min(max(16, next_power_of_2(rows)), 64)
+    return replace(tiles, rows=rows, depth=64 if packed or rows > 16 else tiles.depth, weights_first=True)

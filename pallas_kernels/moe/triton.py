@@ -22,10 +22,8 @@ from pallas_kernels import _dispatch as dispatch
 from pallas_kernels._flash import divide, dot_transposed, remainder
 from pallas_kernels.fp4 import FP4, VALUES_A_WORD
 from pallas_kernels.moe.blocks import is_hit, make_blocks
-from pallas_kernels.moe.tiles import Tiles, choose_tiles
+from pallas_kernels.moe.tiles import Tiles, choose_tiles, shared_tiles
 from pallas_kernels.moe.unpack import Packing, split_columns
-
-SHARED_DEPTH = 64  # of shared experts' tiles beside packed ones, whose depth would be 2 KB a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +34,7 @@ class Plan:
     """
 
     tiles: Tiles
+    shared_tiles: Tiles  # the same outputs, warps and stages
     up: bool  # x through w13 and SwiGLU; otherwise that through w2, weighted
     rows: int
     per_row: int
@@ -64,7 +63,8 @@ class Plan:
 
     @property
     def row_blocks(self) -> int:
-        return pl.cdiv(self.rows, self.tiles.rows)
+        """Blocks of one shared expert, whose rows are all."""
+        return pl.cdiv(self.rows, self.shared_tiles.rows)
 
     def operands(self) -> tuple[int, ...]:
         """How many refs each of these has: plain inputs, split inputs, blocks, experts, shared experts, weights."""
@@ -85,28 +85,27 @@ class Lanes(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, pair, live, expert, some) -> "Lanes":
         """Where a lane is not real its pair is past all others: a masked store may write the old value back."""
-        return cls(jnp.where(live, pair, plan.all_pairs + lanes(plan)), live, expert, some)
-
-
-def lanes(plan: Plan) -> jax.Array:
-    return jnp.arange(plan.tiles.rows, dtype=jnp.int32)
+        lane = jnp.arange(live.shape[0], dtype=jnp.int32)
+        return cls(jnp.where(live, pair, plan.all_pairs + lane), live, expert, some)
 
 
 def routed_lanes(plan: Plan, block: jax.Array, experts: int, block_refs: list) -> Lanes:
+    lane = jnp.arange(plan.tiles.rows, dtype=jnp.int32)
     if plan.direct:
         expert = block_refs[0][0, block]
         some = (expert >= 0) & (expert < experts)
-        return Lanes.of(plan, block, lanes(plan) < some.astype(jnp.int32), expert, some)
+        return Lanes.of(plan, block, lane < some.astype(jnp.int32), expert, some)
     table_ref, order_ref = block_refs
     first, end = table_ref[1, block], table_ref[2, block]
-    live = first + lanes(plan) < end
-    pair = plt.load(order_ref.at[first + lanes(plan)], mask=live, other=0)
+    live = first + lane < end
+    pair = plt.load(order_ref.at[first + lane], mask=live, other=0)
     return Lanes.of(plan, pair, live, table_ref[0, block], first < end)
 
 
 def shared_lanes(plan: Plan, block: jax.Array) -> Lanes:
     expert = divide(block, plan.row_blocks)
-    row = remainder(block, plan.row_blocks) * plan.tiles.rows + lanes(plan)
+    lane = jnp.arange(plan.shared_tiles.rows, dtype=jnp.int32)
+    row = remainder(block, plan.row_blocks) * plan.shared_tiles.rows + lane
     return Lanes.of(plan, plan.pairs + expert * plan.rows + row, row < plan.rows, expert, True)
 
 
@@ -125,31 +124,31 @@ def load(ref, at: tuple, rows: jax.Array | None, columns: jax.Array | None) -> j
     return plt.load(ref.at[at], mask=mask, other=0)
 
 
-def dot(plan: Plan, x: jax.Array, w: jax.Array) -> jax.Array:
-    return dot_transposed(w, x) if plan.tiles.weights_first else dot_transposed(x, w)
+def dot(tiles: Tiles, x: jax.Array, w: jax.Array) -> jax.Array:
+    return dot_transposed(w, x) if tiles.weights_first else dot_transposed(x, w)
 
 
-def start(plan: Plan) -> tuple[jax.Array, ...]:
-    shape = plan.tiles.rows, plan.tiles.outputs
-    return (jnp.zeros(shape[::-1] if plan.tiles.weights_first else shape, jnp.float32),) * plan.parts
+def start(plan: Plan, tiles: Tiles) -> tuple[jax.Array, ...]:
+    shape = (tiles.outputs, tiles.rows) if tiles.weights_first else (tiles.rows, tiles.outputs)
+    return (jnp.zeros(shape, jnp.float32),) * plan.parts
 
 
-def finish(plan: Plan, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return tuple(s.T for s in sums) if plan.tiles.weights_first else sums
+def finish(tiles: Tiles, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(s.T for s in sums) if tiles.weights_first else sums
 
 
-def array_product(plan: Plan, depth: int, x_ref, row, live, w_ref, expert, out) -> tuple[jax.Array, ...]:
+def array_product(plan: Plan, tiles: Tiles, x_ref, row, live, w_ref, expert, out) -> tuple[jax.Array, ...]:
     """x[row] times rows `out` of the expert's gate and up, or of its w2: float32 [rows, outputs]."""
-    real = inside(out, plan.outputs, plan.tiles.outputs)
+    depth, real = tiles.depth, inside(out, plan.outputs, tiles.outputs)
 
     def body(i, sums):
         k = i * depth + jnp.arange(depth, dtype=jnp.int32)
         cut = inside(k, plan.inputs, depth)
         x = load(x_ref, (row[:, None], k[None]), live, cut)
-        tiles = [load(w_ref, (expert, p, out[:, None], k[None]), real, cut) for p in range(plan.parts)]
-        return tuple(s + dot(plan, x, w) for s, w in zip(sums, tiles, strict=True))
+        weights = [load(w_ref, (expert, p, out[:, None], k[None]), real, cut) for p in range(plan.parts)]
+        return tuple(s + dot(tiles, x, w) for s, w in zip(sums, weights, strict=True))
 
-    return finish(plan, lax.fori_loop(0, pl.cdiv(plan.inputs, depth), body, start(plan)))
+    return finish(tiles, lax.fori_loop(0, pl.cdiv(plan.inputs, depth), body, start(plan, tiles)))
 
 
 def packed_product(plan: Plan, packing: Packing, x_ref, row, live, w_refs, expert, out) -> tuple[jax.Array, ...]:
@@ -159,32 +158,32 @@ def packed_product(plan: Plan, packing: Packing, x_ref, row, live, w_refs, exper
     lay out both operands four columns to a thread, for which x has to be moved about in registers.
     """
     codes_ref, scales_ref = w_refs[:2]
-    words, blocks = plan.tiles.depth // VALUES_A_WORD, plan.tiles.depth // packing.block
-    real = inside(out, plan.outputs, plan.tiles.outputs)
+    tiles, real = plan.tiles, inside(out, plan.outputs, plan.tiles.outputs)
+    words, blocks = tiles.depth // VALUES_A_WORD, tiles.depth // packing.block
     dtype = jnp.bfloat16 if x_ref.dtype == jnp.bfloat16 else jnp.float32
 
-    def tiles(ref, k, cut):
+    def by_part(ref, k, cut):
         return tuple(load(ref, (expert, p, out[:, None], k[None]), real, cut) for p in range(plan.parts))
 
     def load_scales(i):
         k = i * blocks + jnp.arange(blocks, dtype=jnp.int32)
-        return tiles(scales_ref, k, k < plan.inputs // packing.block)
+        return by_part(scales_ref, k, k < plan.inputs // packing.block)
 
     def body(i, state):
         sums, bits = state
         word = i * words + jnp.arange(words, dtype=jnp.int32)
         cut = inside(word, plan.inputs // VALUES_A_WORD, words)
-        codes, scales = tiles(codes_ref, word, cut), [packing.spread(b, words, dtype) for b in bits]
+        codes, scales = by_part(codes_ref, word, cut), [packing.spread(b, words, dtype) for b in bits]
         bits = load_scales(i + 1)
         for t in range(VALUES_A_WORD):
             x = load(x_ref, (row[:, None], t, word[None]), live, cut).astype(dtype)
-            sums = tuple(s + dot(plan, x, packing.value(codes[p], scales[p], t)) for p, s in enumerate(sums))
+            sums = tuple(s + dot(tiles, x, packing.value(codes[p], scales[p], t)) for p, s in enumerate(sums))
         return sums, bits
 
-    state = start(plan), load_scales(0)
-    sums, _ = lax.fori_loop(0, pl.cdiv(plan.inputs, plan.tiles.depth), body, state)
+    state = start(plan, tiles), load_scales(0)
+    sums, _ = lax.fori_loop(0, pl.cdiv(plan.inputs, tiles.depth), body, state)
     factor = packing.factor * (w_refs[2][expert] if packing.format == "nvfp4" else 1.0)
-    return tuple(s * factor for s in finish(plan, sums))
+    return tuple(s * factor for s in finish(tiles, sums))
 
 
 def expert_kernel(*refs, plan: Plan):
@@ -205,7 +204,7 @@ def expert_kernel(*refs, plan: Plan):
         @pl.when(own.some)
         def _():
             if plan.packing is None:
-                sums = array_product(plan, plan.tiles.depth, plain[0], source, own.live, w_refs[0], own.expert, out)
+                sums = array_product(plan, plan.tiles, plain[0], source, own.live, w_refs[0], own.expert, out)
             else:
                 sums = packed_product(plan, plan.packing, words[0], source, own.live, w_refs, own.expert, out)
             store(plan, own, out, activate(plan, own, sums, weights, row, column), refs[-1], plan.split)
@@ -218,9 +217,8 @@ def expert_kernel(*refs, plan: Plan):
     def _():
         own = shared_lanes(plan, block)
         row, column = remainder(own.pair - plan.pairs, plan.rows), plan.per_row + own.expert
-        depth = plan.tiles.depth if plan.packing is None else SHARED_DEPTH
         source = row if plan.up else own.pair
-        sums = array_product(plan, depth, plain[0], source, own.live, shared[0], own.expert, out)
+        sums = array_product(plan, plan.shared_tiles, plain[0], source, own.live, shared[0], own.expert, out)
         store(plan, own, out, activate(plan, own, sums, weights, row, column), refs[-1], False)
 
     pl.when(block >= shared_blocks)(routed)
@@ -270,8 +268,10 @@ def make_plan(up: bool, x, ids, w, w2, shared: int, implementation: dispatch.Imp
     where, packed = dispatch.target(), isinstance(w, FP4)
     capability = where.capability if implementation == "triton" and x.dtype == jnp.bfloat16 else 0
     itemsize = 4 if packed and x.dtype == jnp.float16 else x.dtype.itemsize
+    tiles = choose_tiles(up, ids.size, w.shape[0], packed, itemsize, where)
     return Plan(
-        tiles=choose_tiles(up, ids.size, w.shape[0], packed, itemsize, where),
+        tiles=tiles,
+        shared_tiles=shared_tiles(tiles, x.shape[0], packed),
         up=up,
         rows=x.shape[0],
         per_row=ids.shape[1],

@@ -22,7 +22,7 @@ from pallas_kernels.fp4 import BLOCK_OF, VALUES_A_WORD
 PTX = """{{ .reg .b32 a, c, z; prmt.b32 a, $1, $2, {half}; {shift} and.b32 a, a, {mask}; mul.lo.u32 a, a, {places};
 and.b32 a, a, 0x81c081c0; mov.b32 z, 0x80008000; {normal} fma.rn.bf16x2 $0, a, $3, z; }}"""
 EVEN, ODD = dict(mask="0x000f000f", places="0x1040"), dict(mask="0x00f000f0", places="0x104")
-# Times 2^126 first where the scale may be any power of two; e4m3 scales come times 2^118.
+# Where the scale may be any power of two, the value becomes a normal number first.
 NORMAL = "mov.b32 c, 0x7E807E80; fma.rn.bf16x2 a, a, c, z;"
 
 
@@ -62,25 +62,27 @@ class Packing:
 
     format: str
     capability: int = 0
-    two: bool = False
 
     @property
     def block(self) -> int:
         return BLOCK_OF[self.format]
 
     @property
+    def shifted(self) -> bool:
+        """Whether scales carry most of the 2^126 that unpacking leaves out: those of e4m3, at most 448, have room."""
+        return self.capability > 0 and self.format == "nvfp4"
+
+    @property
     def factor(self) -> float:
         """What `value` leaves to multiply by."""
-        return 2.0**8 if self.capability and not self.two else 1.0
+        return 2.0**8 if self.shifted else 1.0
 
     def spread(self, bits: jax.Array, words: int, dtype: jnp.dtype) -> jax.Array:
         """Block scales [outputs, blocks] as numbers, one for each word [outputs, words]."""
         scale = e8m0(bits) if self.format == "mxfp4" else e4m3(bits) if self.capability < 89 else float8(bits)
-        if self.capability and not self.two:
-            scale = scale * 2.0**118
-        rows, blocks = bits.shape
-        wide = jnp.broadcast_to(scale.astype(dtype)[:, :, None], (rows, blocks, words // blocks))
-        return wide.reshape(rows, words)
+        scale = (scale * 2.0**118 if self.shifted else scale).astype(dtype)
+        (rows, blocks), each = bits.shape, words // bits.shape[1]
+        return jnp.broadcast_to(scale[:, :, None], (rows, blocks, each)).reshape(rows, words)
 
     def value(self, codes: jax.Array, scales: jax.Array, t: int) -> jax.Array:
         """Value t of every word, times its scale."""
@@ -89,7 +91,7 @@ class Packing:
         asm = PTX.format(
             half="0x7632" if t >= 4 else "0x5410",
             shift="shr.u32 a, a, 8;" if t % 4 >= 2 else "",
-            normal=NORMAL if self.two else "",
+            normal="" if self.shifted else NORMAL,
             **(ODD if t % 2 else EVEN),
         )
         [out] = plt.elementwise_inline_asm(
