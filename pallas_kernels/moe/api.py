@@ -50,9 +50,9 @@ def check(x, ids, weights, w13, w2, shared_w13, shared_w2, valid) -> None:
     rows, hidden = x.shape
     check_shape(OP, "ids", ids, (rows, None))
     check_index(OP, "ids", ids)
-    check_weight("w13", w13, (None, 2, None, hidden), x)
+    check_weight("w13", w13, (None, 2, None), hidden, x)
     experts, _, width, _ = w13.shape
-    check_weight("w2", w2, (experts, hidden, width), x)
+    check_weight("w2", w2, (experts, hidden), width, x)
     shared = 0 if shared_w13 is None else shared_w13.shape[0]
     for name, array, shape in (
         ("shared_w13", shared_w13, (None, 2, width, hidden)),
@@ -70,19 +70,19 @@ def check(x, ids, weights, w13, w2, shared_w13, shared_w2, valid) -> None:
         check_dtype(OP, "valid", valid, (jnp.bool_,))
 
 
-def check_weight(name: str, w: jax.Array | FP4, shape: tuple[int | None, ...], x: jax.Array) -> None:
-    """Raise ValueError unless the weights, packed or not, have that shape and fit together."""
+def check_weight(name: str, w: jax.Array | FP4, rows: tuple[int | None, ...], columns: int, x: jax.Array) -> None:
+    """Raise ValueError unless the weights, packed or not, have the shape [*rows, columns] and fit together."""
     if not isinstance(w, FP4):
-        check_shape(OP, name, w, shape)
+        check_shape(OP, name, w, (*rows, columns))
         check_float(OP, name, w, like=x)
         return
     if w.format not in BLOCK_OF:
         raise ValueError(f"{OP}: {name} has format {w.format!r}; expected one of {tuple(BLOCK_OF)}")
-    if shape[-1] % w.block:
-        raise ValueError(f"{OP}: {name} has {shape[-1]} columns; expected a multiple of the block, {w.block}")
-    check_shape(OP, f"{name}.codes", w.codes, (*shape[:-1], shape[-1] // VALUES_A_WORD))
+    if columns % w.block:
+        raise ValueError(f"{OP}: {name} has {columns} columns; expected a multiple of the block, {w.block}")
+    check_shape(OP, f"{name}.codes", w.codes, (*rows, columns // VALUES_A_WORD))
     check_dtype(OP, f"{name}.codes", w.codes, (jnp.uint32,))
-    check_shape(OP, f"{name}.scales", w.scales, (*w.codes.shape[:-1], shape[-1] // w.block))
+    check_shape(OP, f"{name}.scales", w.scales, (*w.codes.shape[:-1], columns // w.block))
     check_dtype(OP, f"{name}.scales", w.scales, (jnp.uint8,))
     if (w.expert_scale is None) == (w.format == "nvfp4"):
         raise ValueError(f"{OP}: {name}.expert_scale is for 'nvfp4' and for it alone; its format is {w.format!r}")

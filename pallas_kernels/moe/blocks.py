@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int32
 
 
 class Blocks(NamedTuple):
-    """Block b holds the pairs order[first] .. order[end - 1], all of one expert; pair p is row p // A with its p % A."""
+    """Block b holds the pairs order[first] .. order[end - 1], of one expert; pair p is row p // A with its p % A."""
 
     table: Int32[Array, "3 blocks"]  # expert, first, end; first = end where there is no block
     order: Int32[Array, " pairs"]

@@ -17,7 +17,9 @@ def block_rows(pairs: int, experts: int) -> int:
 def linear(x: Float[Array, "M I"], w: Float[Array, "O I"]) -> Float[Array, "M O"]:
     """x w^T in float32; x takes the weights' type, which is its own or, for unpacked weights, float32."""
     contract = (((1,), (1,)), ((), ()))
-    return lax.dot_general(x.astype(w.dtype), w, contract, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        x.astype(w.dtype), w, contract, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
 
 
 def swiglu(x: Float[Array, "M H"], w13: Float[Array, "2 F H"], w2: Float[Array, "H F"]) -> Float[Array, "M H"]:
@@ -85,8 +87,9 @@ def moe_reference(
     for a in range(per_row):
         hit = (ids[:, a] >= 0) & (ids[:, a] < experts)
         total = total + jnp.where(hit[:, None], weights[:, a, None] * each[:, a], 0.0)
-    for s in range(0 if shared_w13 is None else shared_w13.shape[0]):
-        total = total + weights[:, per_row + s, None] * swiglu(x, shared_w13[s], shared_w2[s])
+    if shared_w13 is not None and shared_w2 is not None:
+        for s in range(shared_w13.shape[0]):
+            total = total + weights[:, per_row + s, None] * swiglu(x, shared_w13[s], shared_w2[s])
     if valid is not None:
         total = jnp.where(valid[:, None], total, 0.0)
     return total.astype(x.dtype)

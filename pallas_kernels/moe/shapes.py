@@ -49,7 +49,9 @@ def case(rows: int, experts: int, form: str | None) -> Case:
     hit = len(np.unique(draw_ids(rows, experts)))
     moved = hit * 3 * WIDTH * HIDDEN * BITS[form] / 8 + 2 * 2 * rows * HIDDEN
     flops = 2 * 3 * WIDTH * HIDDEN * rows * CHOSEN
-    return Case(f"{form or 'bf16'}, rows {rows}, top {CHOSEN} of {experts}", make, run, bytes_moved=round(moved), flops=flops)
+    return Case(
+        f"{form or 'bf16'}, rows {rows}, top {CHOSEN} of {experts}", make, run, bytes_moved=round(moved), flops=flops
+    )
 
 
 CASES = tuple(

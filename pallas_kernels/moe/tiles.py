@@ -11,8 +11,8 @@ DECODE_ROWS = 16  # the most rows an expert has, on average, for which its weigh
 class Tiles:
     """Rows of x, rows of the weights (gate and up each), and columns of both; Triton's warps and pipeline stages.
 
-    `weights_first` computes w x^T: unpacked weights then go from registers into Hopper's wide products, where as a right
-    operand they would pass through shared memory.
+    `weights_first` computes w x^T. Products then take as few as 8 rows of x, and unpacked weights go from registers to
+    Hopper's wide products, where as a right operand they would pass through shared memory.
     """
 
     rows: int
@@ -60,7 +60,7 @@ def choose_tiles(up: bool, pairs: int, experts: int, packed: bool, itemsize: int
 def shared_tiles(tiles: Tiles, rows: int, packed: bool) -> Tiles:
     """Tiles of the shared experts, arrays that all rows visit, beside the routed ones'.
 
-    With the weights first their products are the narrow ones for any number of rows up to 64, and add in the same order.
+    With the weights first, products are the narrow ones for any number of rows up to 64, and add in the same order.
     """
     if tiles.rows > DECODE_ROWS:
         return replace(tiles, depth=64)

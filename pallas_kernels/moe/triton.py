@@ -2,10 +2,10 @@
 
 A row and one of its experts make a pair. Pairs are sorted by expert and cut into blocks of `Tiles.rows` that share one
 (`blocks.py`); a program multiplies one block with some rows of its expert's weights. So an expert that is hit is read
-once by as many rows as a tile holds, one that is not hit is not read, and nothing is larger than rows x experts per row.
-The shared experts' rows are blocks of the same launches. Few rows (decode) differ from many (prefill) in the tiles alone.
-The rows of a tile do not meet, and the order of K is that of the tiles: a row's result is bitwise the same whatever else
-is in the batch.
+once by as many rows as a tile holds, one that is not hit is not read, and nothing is larger than rows x experts a row.
+The shared experts' rows are blocks of the same launches. Few rows (decode) differ from many (prefill) in the tiles
+alone. The rows of a tile do not meet, and the order of K is that of the tiles: a row's result is bitwise the same
+whatever else is in the batch.
 """
 
 import functools
@@ -250,18 +250,17 @@ def launch(plan: Plan, x, blocks: tuple, w, shared_w, weights, implementation: d
     inputs = [x] if plan.packing is None or plan.shared else []
     if plan.packing is not None:  # a row of x is in the order of its columns, a row of h has been stored split
         inputs.append(split_columns(x) if plan.up else x.reshape(x.shape[0], VALUES_A_WORD, -1))
-    operands = [*inputs, *blocks, *experts, *([by_part(shared_w)] if plan.shared else []), *([] if plan.up else [weights])]
-    count = blocks[0].shape[1]
+    rest = ([by_part(shared_w)] if plan.shared else []) + ([] if plan.up else [weights])
     call = dispatch.pallas_call(
         functools.partial(expert_kernel, plan=plan),
         op="moe",
         implementation=implementation,
-        grid=(pl.cdiv(plan.outputs, plan.tiles.outputs), plan.shared * plan.row_blocks + count),
+        grid=(pl.cdiv(plan.outputs, plan.tiles.outputs), plan.shared * plan.row_blocks + blocks[0].shape[1]),
         out_shape=jax.ShapeDtypeStruct((plan.all_pairs, plan.outputs), x.dtype if plan.up else jnp.float32),
         num_warps=plan.tiles.num_warps,
         num_stages=plan.tiles.num_stages,
     )
-    return call(*operands)
+    return call(*inputs, *blocks, *experts, *rest)
 
 
 def make_plan(up: bool, x, ids, w, w2, shared: int, implementation: dispatch.Implementation) -> Plan:

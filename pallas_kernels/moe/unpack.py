@@ -1,9 +1,9 @@
 """4-bit words to weights in registers.
 
-A word holds eight values of a row, the first in its lowest nibble. `unpack(codes, scales, t, ...)` gives value t of
-every word, so the columns of a tile of words are the columns t, t + 8, t + 16, ... of the weights; the rows that they
-are multiplied with are stored in that order (`split_columns`). A value times its block's scale has at most six
-significant bits and is exact in bfloat16.
+A word holds eight values of a row, the first in its lowest nibble. `Packing.value(codes, scales, t)` gives value t of
+every word, so a tile of words gives columns t, t + 8, t + 16, ... of the weights; the rows that they multiply are
+stored in that order (`split_columns`). A value times its block's scale has at most six significant bits and is exact
+in bfloat16.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.fp4 import BLOCK_OF, VALUES_A_WORD
 
-# An E2M1 magnitude, 3 bits, put where bfloat16 has the lowest two bits of its exponent and the first of its mantissa, is
-# the value times 2^-126, the subnormal included; one integer product brings it there and the sign to bit 15. Two words of
-# a row give two bfloat16 in one register: 2 byte permutes for 16 values, 2 shifts, and for each pair of values two masks,
-# the product and the scale. `half` selects the low or the high halves of both words.
+# An E2M1 magnitude, 3 bits, put where bfloat16 has the lowest two bits of its exponent and the first of its mantissa,
+# is the value times 2^-126, the subnormal included; one integer product brings it there and the sign to bit 15. Two
+# words of a row give two bfloat16 in one register: 2 byte permutes and 2 shifts for 16 values, and for each pair of
+# values two masks, the integer product and the product with the scale. `half` selects the halves of both words.
 PTX = """{{ .reg .b32 a, c, z; prmt.b32 a, $1, $2, {half}; {shift} and.b32 a, a, {mask}; mul.lo.u32 a, a, {places};
 and.b32 a, a, 0x81c081c0; mov.b32 z, 0x80008000; {normal} fma.rn.bf16x2 $0, a, $3, z; }}"""
 EVEN, ODD = dict(mask="0x000f000f", places="0x1040"), dict(mask="0x00f000f0", places="0x104")
@@ -77,7 +77,7 @@ class Packing:
         """What `value` leaves to multiply by."""
         return 2.0**8 if self.shifted else 1.0
 
-    def spread(self, bits: jax.Array, words: int, dtype: jnp.dtype) -> jax.Array:
+    def spread(self, bits: jax.Array, words: int, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Block scales [outputs, blocks] as numbers, one for each word [outputs, words]."""
         scale = e8m0(bits) if self.format == "mxfp4" else e4m3(bits) if self.capability < 89 else float8(bits)
         scale = (scale * 2.0**118 if self.shifted else scale).astype(dtype)
