@@ -23,8 +23,10 @@ class Tiles:
     weights_first: bool = False
 
     def buffers(self, parts: int, itemsize: float) -> float:
-        """Bytes of shared memory, at most: the tiles of x and of the weights, in every stage."""
-        return self.num_stages * (self.rows + parts * self.outputs) * self.depth * itemsize
+        """Bytes of shared memory, at most: tiles of x and of the weights for each stage, the narrow products' last in
+        registers."""
+        stages = self.num_stages if self.rows >= 64 else self.num_stages - 1
+        return stages * (self.rows + parts * self.outputs) * self.depth * itemsize
 
 
 def choose_tiles(up: bool, pairs: int, experts: int, packed: bool, itemsize: int, where: Target) -> Tiles:
