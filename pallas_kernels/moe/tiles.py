@@ -41,7 +41,9 @@ def choose_tiles(up: bool, pairs: int, experts: int, packed: bool, itemsize: int
         tiles = Tiles(16, 32, 128 if packed else 32, 4, 2)
     elif share <= DECODE_ROWS and packed:
         least = 16 if where.platform == "rocm" else 8  # rows that matrix units take, beside 16 of the weights
-        tiles = Tiles(least if share <= 8 else 16, 32 if up else 64, 256, 2, 3, weights_first=True)
+        tiles = Tiles(least if share <= 8 else 16, 32, 256, 2, 3, weights_first=True)
+        if up and pairs <= 16:
+            tiles = replace(tiles, outputs=16, num_warps=1)
     elif share <= DECODE_ROWS:
         tiles = Tiles(16, 32, 256, 4 if up else 2, 4)
         if up and pairs <= 16:

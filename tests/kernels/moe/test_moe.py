@@ -12,6 +12,8 @@ from jax.experimental.pallas import triton as plt
 import pallas_kernels
 from pallas_kernels import _dispatch
 from pallas_kernels.fp4 import BLOCK_OF, FP4
+from pallas_kernels.moe import triton
+from pallas_kernels.moe.tiles import choose_tiles
 from pallas_kernels.moe.unpack import Packing
 from tests.kernels.gpu_free import lower
 from tests.kernels.oracle import DTYPES, bits, f64, jitted, random
@@ -135,6 +137,17 @@ def test_half_types_match_float64(implementation, dtype, form):
 def test_many_rows_match_float64(implementation, rows):
     a = make(rows, 4, 2, shared=1, hidden=40, width=72)
     assert_close(moe(**a, implementation=implementation), moe64(**a))
+
+
+@pytest.mark.parametrize(("rows", "form"), [(24, "nvfp4"), (200, None), (200, "mxfp4"), (600, None), (600, "nvfp4")])
+def test_every_kind_of_tiles_matches_float64(implementation, rows, form, monkeypatch):
+    """12, 100 and 300 rows an expert, the interpreter with an H200's tiles too."""
+    if implementation == "interpret":
+        on_h200 = lambda *a: choose_tiles(*a[:-1], _dispatch.Target("cuda", "sm_90"))  # noqa: E731
+        monkeypatch.setattr(triton, "choose_tiles", on_h200)
+    a = make(rows, 4, 2, shared=1, hidden=96, width=160, form=form, dtype=jnp.bfloat16)
+    run_it = jax.jit(functools.partial(pallas_kernels.moe, implementation=implementation))
+    assert_close(np.asarray(run_it(**a)), moe64(**a))
 
 
 @pytest.mark.parametrize("form", [None, "nvfp4"])
