@@ -143,8 +143,8 @@ def test_many_rows_match_float64(implementation, rows):
 def test_every_kind_of_tiles_matches_float64(implementation, rows, form, monkeypatch):
     """12, 100 and 300 rows an expert, the interpreter with an H200's tiles too."""
     if implementation == "interpret":
-        on_h200 = lambda *a: choose_tiles(*a[:-1], _dispatch.Target("cuda", "sm_90"))  # noqa: E731
-        monkeypatch.setattr(triton, "choose_tiles", on_h200)
+        h200 = _dispatch.Target("cuda", "sm_90")
+        monkeypatch.setattr(triton, "choose_tiles", lambda *shape_and_card: choose_tiles(*shape_and_card[:5], h200))
     a = make(rows, 4, 2, shared=1, hidden=96, width=160, form=form, dtype=jnp.bfloat16)
     run_it = jax.jit(functools.partial(pallas_kernels.moe, implementation=implementation))
     assert_close(np.asarray(run_it(**a)), moe64(**a))
