@@ -144,7 +144,8 @@ def test_every_kind_of_tiles_matches_float64(implementation, rows, form, monkeyp
     """12, 100 and 300 rows an expert, the interpreter with an H200's tiles too."""
     if implementation == "interpret":
         h200 = _dispatch.Target("cuda", "sm_90")
-        monkeypatch.setattr(triton, "choose_tiles", lambda *shape_and_card: choose_tiles(*shape_and_card[:5], h200))
+        on_h200 = lambda up, pairs, experts, packed, size, _: choose_tiles(up, pairs, experts, packed, size, h200)  # noqa: E731
+        monkeypatch.setattr(triton, "choose_tiles", on_h200)
     a = make(rows, 4, 2, shared=1, hidden=96, width=160, form=form, dtype=jnp.bfloat16)
     run_it = jax.jit(functools.partial(pallas_kernels.moe, implementation=implementation))
     assert_close(np.asarray(run_it(**a)), moe64(**a))
