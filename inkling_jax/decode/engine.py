@@ -56,7 +56,7 @@ class Engine:
         implementation: Implementation | None = None,
     ):
         self.config, self.dtype = config, jnp.dtype(dtype)
-        self.implementation = choose_implementation(config, implementation)
+        self.implementation: Implementation = choose_implementation(config, implementation)
         abstract = nnx.eval_shape(lambda: InklingModel(config, dtype=self.dtype, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(abstract)
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
