@@ -51,7 +51,7 @@ class Engine:
     def __init__(
         self,
         config: InklingConfig,
-        params: Mapping[str, Array],
+        params: Mapping[str, Array | jax.ShapeDtypeStruct],
         dtype: DTypeLike,
         implementation: Implementation | None = None,
     ):
