@@ -44,11 +44,11 @@ def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
     indices = range(columns.count) if fused.norm else [pl.program_id(2)]
     tiles = [columns.range_of(index) for index in indices]
 
-    def load(ref, row, whether=True):
+    def load(ref, row, whether: jax.Array | bool = True):
         masks = [both(mask, whether, cols.shape) for cols, mask in tiles]
         return [load_stored(ref.at[b, row, cols], m) for (cols, _), m in zip(tiles, masks, strict=True)]
 
-    def store(ref, row, values, whether=True):
+    def store(ref, row, values, whether: jax.Array | bool = True):
         for (cols, mask), value in zip(tiles, values, strict=True):
             plt.store(ref.at[b, row, cols], value.astype(ref.dtype), mask=both(mask, whether, cols.shape))
 
