@@ -86,10 +86,14 @@ class RowPlan:
     block: int
 
     @classmethod
-    def of(cls, rows: int, ring_rows: int, taps: int, block: int = 4) -> "RowPlan":
-        """Blocks are longer than the taps, so that only a sequence's first block looks at the ring."""
-        apart = ring_rows >= rows + taps - 1
-        return cls(rows, ring_rows, 1 if apart else next_power_of_2(max(taps - 1, block)))
+    def of(cls, batch: int, rows: int, ring_rows: int, taps: int) -> "RowPlan":
+        """Blocks are longer than the taps, so that only a sequence's first block looks at the ring.
+
+        They grow with the rows: a long block loads the taps once, a short one leaves work for every multiprocessor.
+        """
+        if ring_rows >= rows + taps - 1:
+            return cls(rows, ring_rows, 1)
+        return cls(rows, ring_rows, next_power_of_2(max(taps - 1, 4, min(batch * rows // 512, 16))))
 
     @property
     def programs(self) -> int:
@@ -119,10 +123,10 @@ class RowPlan:
         else:
             jax.lax.fori_loop(first, jnp.minimum(first + self.block, self.rows), body, carry)
 
-    def write_ring(self, program, start, count, own: Tiles, load_new: Load, store: Store, barrier: bool) -> None:
-        """Store the rows whose ring slot is this program's to write; `own` is its first row, at hand."""
+    def write_ring(self, program, start, count, load_new: Load, store: Store, barrier: bool) -> None:
+        """Store the rows whose ring slot is this program's to write: its own, or all of the sequence's."""
         if self.block == 1:
-            store((start + program) % self.ring_rows, own, program < count)
+            store((start + program) % self.ring_rows, load_new(program, True), program < count)
             return
 
         @pl.when(program == 0)

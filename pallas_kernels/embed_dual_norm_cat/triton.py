@@ -5,39 +5,34 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
-from pallas_kernels._dispatch import Implementation, pallas_call
+from pallas_kernels._dispatch import Implementation, fence, pallas_call
 from pallas_kernels._rows import Columns, norm_tiles, rounded
 
-EARLY = False
-THREADS = 256
 
+def dual_norm_kernel(hidden_ref, embed_ref, hidden_w_ref, embed_w_ref, *refs, vocab, pre_norm, columns, eps, on_a_card):
+    """`refs` are the ids where rows are gathered (vocab is not None), the pre-norm's weight if any, the output.
 
-def dual_norm_kernel(hidden_ref, embed_ref, hidden_w_ref, embed_w_ref, *refs, vocab, pre_norm, columns, eps):
-    """`refs` are the ids where rows are gathered (vocab is not None), the pre-norm's weight if any, the output."""
+    Weights come first: they wait for no id.
+    """
     out_ref, t, width = refs[-1], pl.program_id(0), columns.width
 
     @pl.when(pl.program_id(1) == 0)
     def hidden_half():
-        weight = columns.load(hidden_w_ref) if EARLY else None
+        weight = columns.load(hidden_w_ref)
         x = columns.load(hidden_ref, t)
-        if EARLY:
-            plt.debug_barrier()
-        else:
-            weight = columns.load(hidden_w_ref)
         columns.store(out_ref, norm_tiles(x, weight, width, eps), t)
 
     @pl.when(pl.program_id(1) == 1)
     def embed_half():
         row = t if vocab is None else jnp.clip(refs[0][t], 0, vocab - 1)
-        if EARLY:
-            w0, w1 = columns.load(refs[-2]), columns.load(embed_w_ref)
-            plt.debug_barrier()
+        pre_weight = columns.load(refs[-2]) if pre_norm else None
+        weight = columns.load(embed_w_ref)
+        fence(on_a_card)
         x = columns.load(embed_ref, row)
-        if pre_norm:
-            x = rounded(norm_tiles(x, w0 if EARLY else columns.load(refs[-2]), width, eps), out_ref.dtype)
-        columns.store(out_ref, norm_tiles(x, w1 if EARLY else columns.load(embed_w_ref), width, eps), t, start=width)
+        if pre_weight is not None:
+            x = rounded(norm_tiles(x, pre_weight, width, eps), out_ref.dtype)
+        columns.store(out_ref, norm_tiles(x, weight, width, eps), t, start=width)
 
 
 def embed_dual_norm_cat_triton(
@@ -57,8 +52,9 @@ def embed_dual_norm_cat_triton(
         dual_norm_kernel,
         vocab=None if token_ids is None else embeds.shape[0],
         pre_norm=pre_norm_weight is not None,
-        columns=Columns.of(width, most=8 * THREADS if THREADS < 512 else 2048),
+        columns=Columns.of(width),
         eps=eps,
+        on_a_card=implementation == "triton",
     )
     call = pallas_call(
         kernel,
@@ -66,6 +62,6 @@ def embed_dual_norm_cat_triton(
         implementation=implementation,
         grid=(rows, 2),
         out_shape=jax.ShapeDtypeStruct((rows, 2 * width), hidden.dtype),
-        threads=THREADS,
+        threads=256,
     )
     return call(hidden, embeds, hidden_weight, embed_weight, *extra)

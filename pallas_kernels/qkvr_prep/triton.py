@@ -17,8 +17,9 @@ from pallas_kernels._dispatch import Implementation, next_power_of_2, pallas_cal
 from pallas_kernels._rows import Columns, both, load_stored
 from pallas_kernels.qkvr_prep.layout import QKVR, Heads, Pages, Weights
 
-GROUP_COLUMNS, THREADS, BLOCK = 256, 128, 4  # of one program: 2 heads of 128
-FENCE = True
+THREADS = 128
+DECODE_COLUMNS = 2 * THREADS  # of one program: two heads of 128 are soon done, and no thread needs another's taps
+PREFILL_COLUMNS = 8 * THREADS  # 16-byte loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,34 +108,29 @@ def key_or_value_rows(prep: Prep, b, program, start, count, index, first, refs) 
     def load_ring(slot, whether):
         return [load(ring_ref, (b, slot, head, column), mask, whether)]
 
-    own = load_new(program * plan.block, True)
     in_turn = index * prep.group * dim if column.size == dim else None
     taps = load_taps(conv_ref, prep.taps, head * dim + column, mask, in_turn)
     weight = None if norm_ref is None else load_norm(norm_ref, column, mask, prep.group)
 
-    if FENCE and prep.barrier and plan.block == 1:
-        plt.debug_barrier()  # the compiler would move these loads behind those that wait for `start`
-
-    def row(t, carry):
-        window, x = carry
-        ahead = load_new(t + 1, True) if plan.block > 1 else x
+    def row(t, window):
+        window = [*window, load_new(t, True)]
         if table_ref is not None:
             page, slot, allocated = page_of(prep, b, t, start, count, table_ref, out_ref)
-        y = convolve([tile for [tile] in [*window, x]], taps).astype(out_ref.dtype)
+        y = convolve([tile for [tile] in window], taps).astype(out_ref.dtype)
         if weight is not None:
             y = head_norm(y.astype(jnp.float32), weight, dim, prep.eps)
         if table_ref is None:
             store(out_ref, (b, t, head, column), jnp.where(t < count, y, 0.0), mask)
         else:
             store(out_ref, (page, head, slot, column), y, mask, allocated)
-        return [*window, x][1:], ahead
+        return window[1:]
 
     def store_ring(slot, x, whether):
         store(ring_ref, (b, slot, head, column), x[0], mask, whether)
 
     window = plan.rows_before(program, start, prep.taps, load_new, load_ring)
-    plan.for_each_row(program, row, (window, own))
-    plan.write_ring(program, start, count, own, load_new, store_ring, prep.barrier)
+    plan.for_each_row(program, row, window)
+    plan.write_ring(program, start, count, load_new, store_ring, prep.barrier)
 
 
 def page_of(prep: Prep, b, t, start, count, table_ref, pages_ref) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -195,10 +191,12 @@ def qkvr_prep_triton(
     """The kernel's call; shapes and results as in the reference."""
     batch, rows, _ = qkvr.shape
     taps = weights.k_conv.shape[1]
-    group = min(max(GROUP_COLUMNS // next_power_of_2(heads.dim), 1), next_power_of_2(heads.kv))
+    plan = RowPlan.of(batch, rows, k_ring.shape[1], taps)
+    columns = DECODE_COLUMNS if plan.block == 1 else PREFILL_COLUMNS
+    group = min(max(columns // next_power_of_2(heads.dim), 1), next_power_of_2(heads.kv))
     prep = Prep(
         heads=heads,
-        plan=RowPlan.of(rows, k_ring.shape[1], taps, BLOCK),
+        plan=plan,
         taps=taps,
         group=group,
         tau=tau is not None,

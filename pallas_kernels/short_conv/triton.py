@@ -12,11 +12,7 @@ from pallas_kernels._conv import RowPlan, convolve, load_taps
 from pallas_kernels._dispatch import Implementation, pallas_call
 from pallas_kernels._rows import Columns, both, load_stored, norm_tiles, rounded
 
-THREADS = 1024
-BLOCK = 8
-FENCE = True
-PREFETCH = True
-PER_THREAD = 2
+TILE_THREADS = 256  # of one program where no norm ties the channels together, two channels each
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ class Fused:
 def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
     """refs: x, weight [C * W], start, count, [residual], [norm weight], ring, out, [normed], ring again, in place.
 
-    What depends on neither start nor count is loaded first, and every value is kept as it is stored until its use.
+    What depends on neither start nor count is loaded first, and what a program keeps it keeps as it is stored.
     """
     x_ref, weight_ref, start_ref, count_ref, *rest = refs
     residual_ref = rest.pop(0) if fused.residual else None
@@ -52,38 +48,30 @@ def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
         for (cols, mask), value in zip(tiles, values, strict=True):
             plt.store(ref.at[b, row, cols], value.astype(ref.dtype), mask=both(mask, whether, cols.shape))
 
-    def load_own(row):
-        whether = plan.loads(row, count)
-        return load(x_ref, row, whether), load(residual_ref, row, whether) if fused.residual else None
+    def load_new(t, whether: jax.Array | bool = True):
+        return load(x_ref, t, whether & plan.loads(t, count))
 
-    own = load_own(program * plan.block)
     taps = [
         load_taps(weight_ref, fused.taps, cols, mask, index * columns.tile)
         for index, (cols, mask) in zip(indices, tiles, strict=True)
     ]
     norm = columns.load(norm_ref) if fused.norm else None
 
-    if FENCE and fused.barrier and plan.block == 1:
-        plt.debug_barrier()  # the compiler would move these loads behind those that wait for `start`
-
-    def row(t, carry):
-        window, (x, residual) = carry
-        if plan.block > 1 and not PREFETCH:
-            x, residual = load_own(t)
-        ahead = load_own(t + 1) if plan.block > 1 and PREFETCH else (x, residual)
-        ys = [convolve(rows, w) for *rows, w in zip(*window, x, taps, strict=True)]
-        if residual is not None:
+    def row(t, window):
+        window = [*window, load_new(t)]
+        ys = [convolve(rows, w) for *rows, w in zip(*window, taps, strict=True)]
+        if residual_ref is not None:
+            residual = load(residual_ref, t, plan.loads(t, count))
             ys = [y + r.astype(jnp.float32) for y, r in zip(rounded(ys, out_ref.dtype), residual, strict=True)]
         ys = [jnp.where(t < count, y, 0.0) for y in ys]
         store(out_ref, t, ys)
         if norm is not None:
             store(normed_ref[0], t, norm_tiles(rounded(ys, out_ref.dtype), norm, columns.width, fused.eps))
-        return [*window, x][1:], ahead
+        return window[1:]
 
-    load_new = lambda t, whether: load(x_ref, t, whether & plan.loads(t, count))  # noqa: E731
     window = plan.rows_before(program, start, fused.taps, load_new, functools.partial(load, ring_ref))
-    plan.for_each_row(program, row, (window, own))
-    plan.write_ring(program, start, count, own[0], load_new, functools.partial(store, ring_ref), fused.barrier)
+    plan.for_each_row(program, row, window)
+    plan.write_ring(program, start, count, load_new, functools.partial(store, ring_ref), fused.barrier)
 
 
 def short_conv_triton(
@@ -100,9 +88,9 @@ def short_conv_triton(
     """The kernel's call; shapes and results as in the reference."""
     batch, rows, width = x.shape
     norm, taps = norm_weight is not None, weight.shape[1]
-    plan = RowPlan.of(rows, ring.shape[1], taps, BLOCK)
-    threads = THREADS if norm else 256
-    columns = Columns.of(width, most=(2 if plan.block == 1 else PER_THREAD) * threads)
+    plan = RowPlan.of(batch, rows, ring.shape[1], taps)
+    threads = TILE_THREADS if not norm else 1024 if plan.block == 1 else 512
+    columns = Columns.of(width) if norm else Columns.of(width, most=2 * TILE_THREADS)
     operands = [a for a in (x, weight.reshape(-1), start, count, residual, norm_weight, ring) if a is not None]
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     outs = [out] * (1 + norm)
