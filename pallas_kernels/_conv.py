@@ -1,4 +1,4 @@
-"""The residual depthwise causal convolution and its position-addressed ring: the definition, and one row of a kernel.
+"""The residual depthwise causal convolution and its position-addressed ring: the definition, and a kernel's parts.
 
 Row t of sequence b stands at position start[b] + t and is real when t < count[b]; position p lives in row p % R of the
 ring. A launch reads ring rows before `start` and writes rows from `start` on. As long as R >= T + W - 1 these never
@@ -100,10 +100,12 @@ class RowPlan:
         return pl.cdiv(self.rows, self.block)
 
     def loads(self, row: jax.Array, count: jax.Array) -> jax.Array | bool:
-        """Whether to load a row of the launch. One row alone does not wait for the count: it is there, real or not."""
+        """Whether to load a row of the launch. A row alone does not wait for the count: it is there, real or not."""
         return True if self.block == 1 else row < count
 
-    def rows_before(self, program, start, taps: int, load_new: Load, load_ring: Load) -> list[Tiles]:
+    def rows_before(
+        self, program: jax.Array, start: jax.Array, taps: int, load_new: Load, load_ring: Load
+    ) -> list[Tiles]:
         """The taps - 1 rows before a program's first one: of this launch, or from the ring; zeros before position 0."""
 
         def row_at(row: jax.Array) -> Tiles:

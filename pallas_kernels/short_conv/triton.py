@@ -17,7 +17,7 @@ TILE_THREADS = 256  # of one program where no norm ties the channels together, t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fused:
-    """What follows the convolution in the same launch, and whether a real card runs it."""
+    """How many taps, what follows the convolution in the same launch, and whether a real card runs it."""
 
     taps: int
     residual: bool

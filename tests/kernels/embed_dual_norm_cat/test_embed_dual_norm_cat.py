@@ -12,9 +12,10 @@ embed_norm = jitted(pallas_kernels.embed_norm)
 EPS = 1e-6
 VOCAB = 37
 SHAPES = [(1, 96), (5, 300), (3, 768)]
-GRID = [
-    (*shape, *rest)
-    for shape, rest in itertools.product(SHAPES, itertools.product(DTYPES, [True, False], [True, False]))
+GRID = [  # 32: float32 for the last two shapes
+    (*shape, dtype, gather, pre_norm)
+    for shape, dtype, gather, pre_norm in itertools.product(SHAPES, DTYPES, [True, False], [True, False])
+    if not (shape == SHAPES[0] and dtype == jnp.float32)
 ]
 
 
@@ -52,7 +53,7 @@ def test_bitwise_the_unfused_sequence(implementation, rows, width, dtype, gather
         np.testing.assert_array_equal(bits(fused), bits(expected))
 
 
-@pytest.mark.parametrize(("rows", "width", "dtype", "gather", "pre_norm"), GRID[12:])
+@pytest.mark.parametrize(("rows", "width", "dtype", "gather", "pre_norm"), GRID[8:])
 def test_float64(implementation, rows, width, dtype, gather, pre_norm):
     hidden, hidden_weight, embed_weight, source, embeds = arguments(rows, width, dtype, gather, pre_norm)
     fused = embed_dual_norm_cat(hidden, hidden_weight, embed_weight, eps=EPS, implementation=implementation, **source)

@@ -97,6 +97,16 @@ def test_row_by_row_is_the_same_as_at_once(implementation):
     np.testing.assert_array_equal(bits(ring), bits(whole_ring))
 
 
+def test_a_long_prompt_in_long_blocks(implementation):
+    """Blocks of 8 rows, the last one not whole, and padding after it."""
+    x, weight, ring, start, count, streams = case([5], [4101], 4109, 7, 8, jnp.bfloat16)
+    y, after = short_conv(x, weight, ring, start, count, implementation=implementation)
+    assert_rounds_to(y[0, :4101], conv64(f64(streams[0]), weight)[5 : 5 + 4101])
+    assert not np.any(bits(y[0, 4101:]))
+    for p in range(5 + 4101 - 7, 5 + 4101):
+        np.testing.assert_array_equal(bits(after[0, p % 7]), bits(streams[0, p]))
+
+
 @pytest.mark.parametrize("taps", [1, 2, 3, 5])
 def test_other_numbers_of_taps(implementation, taps):
     x, weight, ring, start, count, streams = case([0, 6], [3, 2], 3, 8, 20, jnp.float32, taps=taps)
