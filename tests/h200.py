@@ -49,7 +49,7 @@ class Program:
 
     def loop_body(self) -> list[str]:
         """The launches of the outermost loop's body, each indented below what holds it."""
-        lines = self.launches.splitlines()
+        lines = [line for line in self.launches.splitlines() if line.strip() != "condition:"]  # not indented
         begin = next(i for i, line in enumerate(lines) if re.match(r"\s+body:", line))
         depth = len(lines[begin]) - len(lines[begin].lstrip())
         end = next((i for i in range(begin + 1, len(lines)) if indent(lines[i]) <= depth), len(lines))
