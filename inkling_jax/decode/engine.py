@@ -19,6 +19,7 @@ from jaxtyping import Array
 from ..cache import PAGE_SIZE, Cache, CacheShape, Ring, allocate_pages, make_cache
 from ..config import InklingConfig
 from ..nn import InklingModel
+from ..quantization import quantization_of
 from .loop import decode, prefill, teacher_forced
 from .request import Request
 from .state import FULL, RUNNING, DecodeState, Settings
@@ -48,7 +49,8 @@ class Engine:
 
     def __init__(self, config: InklingConfig, params: Mapping[str, Array], dtype: DTypeLike):
         self.config, self.dtype = config, jnp.dtype(dtype)
-        abstract = nnx.eval_shape(lambda: InklingModel(config, dtype=self.dtype, rngs=nnx.Rngs(0)))
+        packed = quantization_of(params)
+        abstract = nnx.eval_shape(lambda: InklingModel(config, dtype=self.dtype, quantization=packed, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(abstract)
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
         self.leaves = [params[path] for path in paths]
