@@ -7,7 +7,6 @@ do the rows of its scales.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -16,8 +15,6 @@ from pallas_kernels.fp4 import BLOCK_OF, VALUES_A_WORD
 
 from .files import STORED, Outgoing, Spec, Tensor
 from .names import PLAIN, Form, Shape, Stored, Variant, stored
-
-Leaf = Literal["codes", "scales", "expert_scale"]
 
 _EXPERTS = re.compile(r"layers\.(\d+)\.mlp\.experts\.\w+")
 _UNUSED = re.compile(r"(_weight)?[._](input_(amax|scale|global_scale)|original_shape)")
@@ -37,19 +34,19 @@ class Spelling:
     divides: bool = False
     flat: bool = False
 
-    def names(self, plain: str) -> dict[Leaf, str]:
+    def names(self, plain: str) -> dict[str, str]:
         """The name of each tensor."""
         fill = {"name": plain, "stem": plain.removesuffix("_weight")}
-        leaves: dict[Leaf, str | None] = {"codes": self.codes, "scales": self.scales, "expert_scale": self.expert_scale}
+        leaves: dict[str, str | None] = {"codes": self.codes, "scales": self.scales, "expert_scale": self.expert_scale}
         return {leaf: template.format(**fill) for leaf, template in leaves.items() if template}
 
-    def dtype(self, leaf: Leaf) -> str:
+    def dtype(self, leaf: str) -> str:
         """The dtype of a tensor, as safetensors spells it."""
         if leaf == "codes":
             return "U8"
         return "F32" if leaf == "expert_scale" else "F8_E4M3" if self.format == "nvfp4" else "U8"
 
-    def form(self, leaf: Leaf, plain: Form) -> Form:
+    def form(self, leaf: str, plain: Form) -> Form:
         """The form of a tensor whose plain weight has the form `plain`."""
         if leaf == "codes":
             return Form(
@@ -86,9 +83,9 @@ def layer_of(path: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def leaf_shapes(shape: Shape, format: Format) -> dict[Leaf, Shape]:
+def leaf_shapes(shape: Shape, format: Format) -> dict[str, Shape]:
     """Shapes of the arrays that hold a weight [E, .., I] in 4 bits."""
-    shapes: dict[Leaf, Shape] = {
+    shapes: dict[str, Shape] = {
         "codes": (*shape[:-1], shape[-1] // VALUES_A_WORD),
         "scales": (*shape[:-1], shape[-1] // BLOCK_OF[format]),
     }
@@ -122,7 +119,7 @@ def unused_beside(codes: str, plain: str) -> re.Pattern[str]:
 
 
 def outgoing(
-    path: str, shape: Shape, format: Format, load: Callable[[], Iterator[Mapping[Leaf, np.ndarray]]]
+    path: str, shape: Shape, format: Format, load: Callable[[], Iterator[Mapping[str, np.ndarray]]]
 ) -> Outgoing:
     """The tensors, in the original layout, of a weight [E, .., I] in 4 bits; `load` gives arrays of experts in turn."""
     spelling, place = _WRITTEN[format], stored(path, Variant("original"))

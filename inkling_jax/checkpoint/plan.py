@@ -14,7 +14,7 @@ from pallas_kernels.fp4 import BLOCK_OF
 from .files import DTYPES, Tensor
 from .metadata import Metadata
 from .names import VARIANTS, Form, Shape, Stored, Variant, is_tower, stored
-from .packed import Leaf, Spelling, find_packed, layer_of, leaf_shapes, unused_beside
+from .packed import Spelling, find_packed, layer_of, leaf_shapes, unused_beside
 
 # Companions of quantised weights, as the exporters name them.
 _COMPANION = re.compile(
@@ -40,7 +40,7 @@ class Packed:
     """The tensors that hold one weight in 4 bits, and how they are spelled."""
 
     spelling: Spelling
-    leaves: dict[Leaf, Source]
+    leaves: dict[str, Source]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from pallas_kernels.fp4 import FP4, VALUES_A_WORD, dequantize
 from .files import list_tensors, progress_bar, read_into
 from .metadata import read_metadata
 from .names import VARIANTS, Shape, stored
-from .packed import Leaf, find_packed, layer_of, leaf_shapes
+from .packed import find_packed, layer_of, leaf_shapes
 from .plan import Packed, Plan, Source, make_plan
 
 log = logging.getLogger("inkling_jax")
@@ -114,7 +114,7 @@ def _read(plan: Plan, path: str, spec: jax.ShapeDtypeStruct) -> np.ndarray:
         return _read_unpacked(source, spec.shape, spec.dtype)
     weight, _, leaf = path.rpartition(".")
     packed = plan.packed[weight]
-    return read_leaf(packed, leaf, spec.shape, spec.dtype)  # type: ignore[arg-type]
+    return read_leaf(packed, leaf, spec.shape, spec.dtype)
 
 
 def read_parameter(source: Source, shape: Shape, dtype: np.dtype) -> np.ndarray:
@@ -127,7 +127,7 @@ def read_parameter(source: Source, shape: Shape, dtype: np.dtype) -> np.ndarray:
     return host
 
 
-def read_leaf(packed: Packed, leaf: Leaf, shape: Shape, dtype: np.dtype) -> np.ndarray:
+def read_leaf(packed: Packed, leaf: str, shape: Shape, dtype: np.dtype) -> np.ndarray:
     """The words, the scales or the experts' scales of a weight in 4 bits, in host memory.
 
     Raises `CheckpointError` for an expert's scale that is no finite number.

@@ -24,7 +24,7 @@ from . import packed
 from .files import DTYPES, INDEX, Outgoing, Spec, Tensor, in_shards, read_into, write_json, write_shards
 from .metadata import write_metadata
 from .names import Shape, Variant, stored, tower_name
-from .packed import Leaf, layer_of
+from .packed import layer_of
 from .plan import Plan, Source
 from .read import open_checkpoint, read_parameter
 
@@ -246,10 +246,10 @@ def _reader(source: Source, shape: Shape, dtype: np.dtype, parts: int) -> Callab
 
 def _quantiser(
     source: Source, read: Callable[[], Iterator[np.ndarray]], format: Format
-) -> Callable[[], Iterator[dict[Leaf, np.ndarray]]]:
+) -> Callable[[], Iterator[dict[str, np.ndarray]]]:
     """Reads a weight expert by expert and gives each in 4 bits."""
 
-    def load() -> Iterator[dict[Leaf, np.ndarray]]:
+    def load() -> Iterator[dict[str, np.ndarray]]:
         for e, expert in enumerate(read()):
             if not np.isfinite(expert).all():
                 tensor = source.tensors[0]
