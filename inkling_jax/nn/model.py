@@ -1,6 +1,7 @@
 """The text model with its MTP depths."""
 
 import dataclasses
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +123,7 @@ def _whole(x: Float[Array, "B T H"]) -> Rows:
     return Rows(jnp.zeros(x.shape[0], jnp.int32), jnp.full(x.shape[0], x.shape[1], jnp.int32))
 
 
+@lru_cache(maxsize=16)
 def _abstract(config: InklingConfig, dtype: DTypeLike, quantization: Quantization | None) -> dict[str, nnx.Variable]:
     model = nnx.eval_shape(lambda: InklingModel(config, dtype=dtype, quantization=quantization, rngs=nnx.Rngs(0)))
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))

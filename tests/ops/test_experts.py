@@ -1,9 +1,12 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from inkling_jax.ops import mixture
+from pallas_kernels.fp4 import dequantize, quantize
 from tests.precision import bf16, relative_error
 
 E, S, A, H, F = 6, 2, 3, 16, 8
@@ -35,7 +38,7 @@ def exact(ids, x, weights, w13, w2, shared_w13, shared_w2):
 
 
 def run(ids, arrays, valid=None):
-    inputs = {name: jnp.asarray(array) for name, array in arrays.items()}
+    inputs = jax.tree.map(jnp.asarray, arrays)
     valid = None if valid is None else jnp.asarray(valid)
     return jax.jit(mixture)(ids=jnp.asarray(ids, jnp.int32), valid=valid, **inputs)
 
@@ -101,3 +104,52 @@ def test_bfloat16_is_close_and_sums_in_float32():
     assert found.dtype == jnp.bfloat16
     expected = exact(ids, **{name: np.asarray(array, np.float32) for name, array in rounded.items()})
     assert relative_error(found, expected) < 0.006  # bfloat16 keeps 8 bits: one rounding of the product, one of the sum
+
+
+def packed(arrays, format):
+    """The routed experts in 4 bits, and the same arrays with what they unpack to."""
+    w13, w2 = (quantize(jnp.asarray(arrays[name]), format) for name in ("w13", "w2"))
+    return arrays | {"w13": w13, "w2": w2}, arrays | {"w13": dequantize(w13), "w2": dequantize(w2)}
+
+
+def wide(rows, experts):
+    """As `drawn`, with widths that are whole blocks."""
+    rng = np.random.default_rng(6)
+    shapes = {
+        "w13": (experts, 2, 32, 64),
+        "w2": (experts, 64, 32),
+        "shared_w13": (1, 2, 32, 64),
+        "shared_w2": (1, 64, 32),
+    }
+    arrays = {name: rng.standard_normal(shape) / 8 for name, shape in shapes.items()}
+    arrays |= {"x": rng.standard_normal((rows, 64)), "weights": rng.uniform(0.1, 1, (rows, 3))}
+    return {name: array.astype(np.float32) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_experts_in_4_bits_give_what_they_unpack_to(format):
+    ids = np.random.default_rng(7).integers(0, 6, (30, 2))
+    small, large = packed(wide(30, 6), format)
+    np.testing.assert_allclose(run(ids, small), run(ids, large), rtol=1e-6, atol=1e-6)
+    assert relative_error(run(ids, small), np.asarray(run(ids, wide(30, 6)))) > 0.01
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_experts_in_4_bits_are_unpacked_only_where_hit(format):
+    ids = np.tile([1, 3], (20, 1))
+    small, large = packed(wide(20, 6), format)
+    nan = {"nvfp4": 0x7F, "mxfp4": 0xFF}[format]
+    small = small | {
+        name: dataclasses.replace(small[name], scales=small[name].scales.at[jnp.array([0, 2, 4, 5])].set(nan))
+        for name in ("w13", "w2")
+    }
+    np.testing.assert_allclose(run(ids, small), run(ids, large), rtol=1e-6, atol=1e-6)
+
+
+def test_experts_in_4_bits_are_never_all_unpacked():
+    small, large = packed(wide(4, 64), "nvfp4")
+    inputs = {name: jax.tree.map(jnp.asarray, array) for name, array in small.items()}
+    compiled = jax.jit(mixture).lower(ids=jnp.zeros((4, 2), jnp.int32), **inputs).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < large["w13"].nbytes / 8
