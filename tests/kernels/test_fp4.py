@@ -165,7 +165,7 @@ def test_signs_and_order_within_a_word():
         w = quantize(jnp.asarray(weights), format)
         nibbles = [int(w.codes[0, 0, 0]) >> 4 * i & 15 for i in range(8)]
         assert nibbles == [7, 14, 5, 9, 3, 0, 0, 0]
-    assert E2M1 == tuple(VALUES[:8])
+    assert tuple(VALUES[:8]) == E2M1
 
 
 def test_wrong_arguments():
