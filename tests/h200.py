@@ -45,7 +45,8 @@ class Program:
         shapes = re.findall(r"= \(?(\w+)\[([\d,]*)\]\S* copy(?:-start)?\(", self.hlo)
         bits = {"pred": 8, "bf16": 16}
         sizes = (np.prod([int(n) for n in dims.split(",") if n], dtype=np.int64) for _, dims in shapes)
-        return [int(n) * bits.get(t, int(re.sub(r"\D", "", t) or 8)) // 8 for n, (t, _) in zip(sizes, shapes, strict=True)]
+        widths = [bits.get(dtype, int(re.sub(r"\D", "", dtype) or 8)) for dtype, _ in shapes]
+        return [int(n) * width // 8 for n, width in zip(sizes, widths, strict=True)]
 
     def loop_body(self) -> list[str]:
         """The launches of the outermost loop's body, each indented below what holds it."""

@@ -21,6 +21,7 @@ from pallas_kernels import Implementation, resolve
 from ..cache import PAGE_SIZE, Cache, CacheShape, Ring, allocate_pages, make_cache
 from ..config import InklingConfig
 from ..nn import InklingModel
+from ..quantization import quantization_of
 from .loop import decode, prefill, teacher_forced
 from .request import Request
 from .state import FULL, RUNNING, DecodeState, Settings
@@ -57,7 +58,8 @@ class Engine:
     ):
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.implementation: Implementation = choose_implementation(config, implementation)
-        abstract = nnx.eval_shape(lambda: InklingModel(config, dtype=self.dtype, rngs=nnx.Rngs(0)))
+        packed = quantization_of(params)
+        abstract = nnx.eval_shape(lambda: InklingModel(config, dtype=self.dtype, quantization=packed, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(abstract)
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
         self.leaves = [params[path] for path in paths]
@@ -127,7 +129,8 @@ class Engine:
         """Raises MemoryError, before anything is allocated, when the cache cannot fit."""
         cache = jax.eval_shape(lambda: make_cache(self.config, shape, self.dtype))
         needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-        free = free_memory(self.leaves[0])
+        weights = self.leaves[0]
+        free = free_memory(weights) if isinstance(weights, jax.Array) else None
         if free is not None and needed > free:
             raise MemoryError(
                 f"the cache of {shape.batch} sequences, the longest of {shape.width * shape.page_size} tokens, needs "

@@ -11,6 +11,7 @@ import pallas_kernels as kernels
 
 from ..cache import LayerCache, Rows
 from ..config import InklingConfig
+from ..quantization import Format
 from .attention import Attention
 from .basic import Embedding, Linear, RMSNorm, ShortConv
 from .mlp import DenseMLP, MoE
@@ -19,13 +20,22 @@ from .mlp import DenseMLP, MoE
 class DecoderLayer(nnx.Module):
     """`x + sconv(attention(norm x))`, then `x + sconv(mlp(norm x))`: each branch has two residuals, both real."""
 
-    def __init__(self, config: InklingConfig, local: bool, dense: bool, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: InklingConfig,
+        local: bool,
+        dense: bool,
+        format: Format | None = None,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
         hidden, eps, width = config.hidden_size, config.norm_eps, config.conv_width
         self.attn_norm = RMSNorm(hidden, eps, "hidden", dtype=dtype)
         self.attn = Attention(config, local, dtype=dtype, rngs=rngs)
         self.attn_conv = ShortConv(hidden, width, "hidden", dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(hidden, eps, "hidden", dtype=dtype)
-        self.mlp = (DenseMLP if dense else MoE)(config, dtype=dtype, rngs=rngs)
+        self.mlp = DenseMLP(config, dtype=dtype, rngs=rngs) if dense else MoE(config, format, dtype=dtype, rngs=rngs)
         self.mlp_conv = ShortConv(hidden, width, "hidden", dtype=dtype, rngs=rngs)
 
     def __call__(

@@ -1,6 +1,7 @@
 """The text model with its MTP depths."""
 
 import dataclasses
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from ..cache import Cache, Rows
 from ..config import InklingConfig
 from ..ops import linear
+from ..quantization import Format, Quantization
 from .basic import Embedding, RMSNorm, normal
 from .layer import DecoderLayer, Depth
 
@@ -29,16 +31,28 @@ class Unembedding(nnx.Module):
 class InklingModel(nnx.Module):
     """An Inkling text model: embedding, a list of decoder layers, final norm, LM head, MTP depths.
 
-    Random initialisation: matrices N(0, 1 / fan_in), norms and scales 1, selection bias 0.
+    Random initialisation: matrices N(0, 1 / fan_in), norms and scales 1, selection bias 0. `quantization` says which
+    layers hold their routed experts in 4 bits.
     """
 
-    def __init__(self, config: InklingConfig, *, dtype: DTypeLike = "bfloat16", rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: InklingConfig,
+        *,
+        dtype: DTypeLike = "bfloat16",
+        quantization: Quantization | None = None,
+        rngs: nnx.Rngs,
+    ):
         dtype = jnp.dtype(dtype)
+        formats: list[Format | None] = [None] * config.num_layers
+        if quantization is not None:
+            quantization.check(config)
+            formats = [quantization.of_layer(i) for i in range(config.num_layers)]
         self.chained = config.chain_norm
         self.embed = Embedding(config.vocab_size, config.hidden_size, config.norm_eps, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
             [
-                DecoderLayer(config, config.is_local(i), config.is_dense(i), dtype=dtype, rngs=rngs)
+                DecoderLayer(config, config.is_local(i), config.is_dense(i), formats[i], dtype=dtype, rngs=rngs)
                 for i in range(config.num_layers)
             ]
         )
@@ -101,19 +115,26 @@ def _whole(x: Float[Array, "B T H"]) -> Rows:
     return Rows(jnp.zeros(x.shape[0], jnp.int32), jnp.full(x.shape[0], x.shape[1], jnp.int32))
 
 
-def _abstract(config: InklingConfig, dtype: DTypeLike) -> dict[str, nnx.Variable]:
-    model = nnx.eval_shape(lambda: InklingModel(config, dtype=dtype, rngs=nnx.Rngs(0)))
+@lru_cache(maxsize=16)
+def _abstract(config: InklingConfig, dtype: DTypeLike, quantization: Quantization | None) -> dict[str, nnx.Variable]:
+    model = nnx.eval_shape(lambda: InklingModel(config, dtype=dtype, quantization=quantization, rngs=nnx.Rngs(0)))
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)): variable for path, variable in flat}
 
 
-def abstract_parameters(config: InklingConfig, dtype: DTypeLike = "bfloat16") -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_parameters(
+    config: InklingConfig, dtype: DTypeLike = "bfloat16", quantization: Quantization | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter by its dotted path, from the modules themselves; nothing is allocated."""
-    return {path: variable.get_value() for path, variable in _abstract(config, jnp.dtype(dtype)).items()}
+    variables = _abstract(config, jnp.dtype(dtype), quantization)
+    return {path: variable.get_value() for path, variable in variables.items()}
 
 
-def logical_axes(config: InklingConfig) -> dict[str, tuple[str | None, ...]]:
-    """The logical axes of every parameter by its dotted path: the input of any sharding."""
-    return {
-        path: variable.get_metadata()["axes"] for path, variable in _abstract(config, jnp.dtype("bfloat16")).items()
-    }
+def logical_axes(config: InklingConfig, quantization: Quantization | None = None) -> dict[str, tuple[str | None, ...]]:
+    """The logical axes of every parameter by its dotted path: the input of any sharding.
+
+    Words and scales of packed weights have the axes of the weights: along the input, one for eight values and one for
+    a block.
+    """
+    variables = _abstract(config, jnp.dtype("bfloat16"), quantization)
+    return {path: variable.get_metadata()["axes"] for path, variable in variables.items()}

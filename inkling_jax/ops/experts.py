@@ -2,7 +2,10 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.fp4 import FP4, dequantize
 
 from .swiglu import swiglu
 
@@ -17,8 +20,8 @@ def mixture(
     x: Float[Array, "M H"],
     ids: Int[Array, "M A"],
     weights: Float[Array, "M AS"],
-    w13: Float[Array, "E 2 F H"],
-    w2: Float[Array, "E H F"],
+    w13: Float[Array, "E 2 F H"] | FP4,
+    w2: Float[Array, "E H F"] | FP4,
     shared_w13: Float[Array, "S 2 F H"],
     shared_w2: Float[Array, "S H F"],
     valid: Bool[Array, " M"] | None = None,
@@ -26,7 +29,8 @@ def mixture(
     """Weighted sum over the routed and the shared experts, float32 throughout, rounded once.
 
     `weights` hold the A routed experts of each row, then the S shared ones. Rows that are not `valid` (padding) visit
-    no routed expert. The sum runs in a fixed order, so that a row's result does not depend on its neighbours.
+    no routed expert. The sum runs in a fixed order, so that a row's result does not depend on its neighbours. Routed
+    experts in 4 bits are unpacked one at a time, those that are hit only, in the dtype of `x`.
     """
     routed = _routed(x, ids, w13, w2, valid)
     total = jnp.zeros(x.shape, jnp.float32)
@@ -40,8 +44,8 @@ def mixture(
 def _routed(
     x: Float[Array, "M H"],
     ids: Int[Array, "M A"],
-    w13: Float[Array, "E 2 F H"],
-    w2: Float[Array, "E H F"],
+    w13: Float[Array, "E 2 F H"] | FP4,
+    w2: Float[Array, "E H F"] | FP4,
     valid: Bool[Array, " M"] | None,
 ) -> Float[Array, "M A H"]:
     """Each row's output from each of its experts, before weighting: float32.
@@ -67,7 +71,7 @@ def _routed(
             expert = jnp.searchsorted(last_block, block, side="right")
             offset = (block - (last_block - blocks)[expert]) * size + jnp.arange(size)
             pair = order[jnp.minimum(first[expert] + offset, pairs - 1)]
-            y = swiglu(x[pair // per_row], w13[expert], w2[expert])
+            y = swiglu(x[pair // per_row], _one(w13, expert, x.dtype), _one(w2, expert, x.dtype))
             return out.at[jnp.where(offset < count[expert], pair, pairs)].set(y, mode="drop")
 
         return lax.cond(block < last_block[-1], run, lambda out: out, out), None
@@ -75,3 +79,8 @@ def _routed(
     most = pairs // size + min(experts, pairs)
     out, _ = lax.scan(step, jnp.zeros((pairs, x.shape[1]), jnp.float32), jnp.arange(most, dtype=jnp.int32))
     return out.reshape(rows, per_row, -1)
+
+
+def _one(weights: Float[Array, "E *rows I"] | FP4, expert: Int[Array, ""], dtype: DTypeLike) -> Float[Array, "*rows I"]:
+    """The weights of one expert."""
+    return dequantize(weights[expert], dtype) if isinstance(weights, FP4) else weights[expert]

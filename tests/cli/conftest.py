@@ -44,7 +44,7 @@ loaded = cache(lambda path, dtype: load(path, dtype, progress=False))
 @pytest.fixture(autouse=True)
 def load_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading a checkpoint again would compile everything again."""
-    monkeypatch.setattr(generate, "load", lambda path, dtype: loaded(path, dtype))
+    monkeypatch.setattr(generate, "load", lambda path, dtype, quantization: loaded(path, dtype))
 
 
 @pytest.fixture

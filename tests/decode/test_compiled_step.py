@@ -25,15 +25,18 @@ def program(tmp_path_factory) -> Program:
     config = replace(InklingConfig.from_name("slice-8"), **sizes, **vocabulary)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "choose_implementation", lambda *_: "triton")  # the card is not here to be asked
-        patch.setattr(Engine, "check_memory", lambda *_: None)
         steps = Engine(config, abstract_parameters(config), "bfloat16")
         requests = [request([1, 2, 3], 1000)] * BATCH
         state, settings = jax.eval_shape(lambda: steps.start(requests, DRAFTS))
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
-    return compiled(steps.decode, (steps.leaves, state, settings, rounds), tmp_path_factory.mktemp("xla"), drafts=DRAFTS)
+    arguments = steps.leaves, state, settings, rounds
+    return compiled(steps.decode, arguments, tmp_path_factory.mktemp("xla"), drafts=DRAFTS)
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_PLUGIN, reason="the wheels of jax[cuda13-local] are missing")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HAS_PLUGIN, reason="the wheels of jax[cuda13-local] are missing"),
+]
 
 
 def test_the_state_is_updated_in_place(program):
@@ -45,10 +48,8 @@ def test_the_state_is_updated_in_place(program):
 
 def test_every_layer_runs_on_the_kernels(program):
     body = "\n".join(program.loop_body())
-    count = {name: len(re.findall(rf"\b{name}_kernel", body)) for name in ("qkvr_prep", "chunk", "short_conv", "router")}
-    assert count == {"qkvr_prep": 3, "chunk": 3, "short_conv": 6, "router": 1}
-    assert len(re.findall(r"\bdual_norm_kernel", body)) == 1
-    assert len(re.findall(r"\bembed_norm_kernel", body)) == 1
+    expected = {"qkvr_prep": 3, "chunk": 3, "short_conv": 6, "router": 1, "dual_norm": 1, "embed_norm": 1}
+    assert {name: len(re.findall(rf"\b{name}_kernel", body)) for name in expected} == expected
 
 
 def test_a_round_is_one_graph(program):
