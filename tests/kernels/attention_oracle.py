@@ -23,19 +23,24 @@ def attend64(q, k, v, q_pos, rel, tau, *, scale: float, extent: int, window: int
     return out
 
 
-def scatter_to_pages(rows: list[np.ndarray], page: int, max_pages: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def scatter_to_pages(
+    rows: list[np.ndarray], page: int, max_pages: int, ring: int | None = None, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Pages [P, K, page, D] in random order that hold each sequence's rows [S, K, D], and the table of their numbers.
 
-    Whatever no sequence owns is NaN: the rest of each last page, spare pages, page 0. Unused table entries are -1.
+    Whatever no sequence owns is NaN: the rest of each last page, spare pages, page 0. Unused table entries are -1. With
+    `ring`, a sequence has that many pages and its entries repeat them, so that its newest rows overwrite the oldest.
     """
-    shape = rows[0].shape[1:]
+    kv_heads, head_dim = rows[0].shape[1:]
     table = np.full((len(rows), max_pages), -1, np.int32)
     used = [-(-len(r) // page) for r in rows]
-    pages = np.full((sum(used) + 3, shape[0], page, shape[1]), np.nan, rows[0].dtype)
-    free = iter(1 + np.random.default_rng(seed).permutation(sum(used) + 1))
+    owned = [n if ring is None else min(n, ring) for n in used]
+    pages = np.full((sum(owned) + 3, kv_heads, page, head_dim), np.nan, rows[0].dtype)
+    free = iter(1 + np.random.default_rng(seed).permutation(sum(owned) + 1))
     for b, r in enumerate(rows):
+        own = [next(free) for _ in range(owned[b])]
         for i in range(used[b]):
-            table[b, i] = next(free)
+            table[b, i] = own[i % len(own)]
             part = r[i * page : (i + 1) * page]
             pages[table[b, i], :, : len(part)] = part.swapaxes(0, 1)
     return pages, table
