@@ -1,6 +1,8 @@
 """The softmax that both attention kernels run block by block, in powers of two."""
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,7 +29,7 @@ def start(rows: int, columns: int) -> Softmax:
 
 
 def step(state: Softmax, scores: jax.Array, values: jax.Array) -> Softmax:
-    """Take in one block of keys: scores [rows, keys] times log2(e), -inf where invisible, and values [keys, columns]."""
+    """Take in a block of keys: scores [rows, keys] times log2(e), -inf where invisible; values [keys, columns]."""
     top = jnp.maximum(state.top, jnp.max(scores, axis=1))
     keep = jnp.exp2(state.top - top)
     weights = jnp.exp2(scores - top[:, None])
@@ -50,6 +52,11 @@ def dot_transposed(a: jax.Array, b: jax.Array) -> jax.Array:
     """a @ b.T in float32, precision as in `dot`."""
     contract = (((1,), (1,)), ((), ()))
     return lax.dot_general(a, b, contract, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def every(masks: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array | None:
+    """Where all of the masks hold, in full shape; None where there is none, so that a load goes unmasked."""
+    return functools.reduce(jnp.logical_and, (jnp.broadcast_to(mask, shape) for mask in masks)) if masks else None
 
 
 def divide(x: jax.Array, n: int) -> jax.Array:

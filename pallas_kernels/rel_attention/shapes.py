@@ -1,5 +1,7 @@
 """Inkling's prefill: a prompt of 8192 rows in global and local layers, and a chunk over a cached context."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -7,8 +9,8 @@ from pallas_kernels._case import Case, apart
 from pallas_kernels.rel_attention.api import rel_attention
 
 HEADS, DIM, REL, PAGE = 64, 128, 16, 64
-GLOBAL = dict(kv=8, extent=1024, window=None)
-LOCAL = dict(kv=16, extent=512, window=512)
+GLOBAL: dict[str, Any] = dict(kv=8, extent=1024, window=None)
+LOCAL: dict[str, Any] = dict(kv=16, extent=512, window=512)
 
 
 def visible_pairs(start: int, rows: int, window: int | None) -> int:
@@ -24,7 +26,8 @@ def case(rows: int, start: int = 0, *, kv: int, extent: int, window: int | None)
         pages = ()
         if start:
             entries = jax.random.permutation(keys[3], start // PAGE).astype(jnp.int32)[None]
-            pages = *(normal(k, start // PAGE, kv, PAGE, DIM) for k in keys[4:6]), entries, jnp.full(1, start, jnp.int32)
+            k_pages, v_pages = (normal(k, start // PAGE, kv, PAGE, DIM) for k in keys[4:6])
+            pages = k_pages, v_pages, entries, jnp.full(1, start, jnp.int32)
         return (), (fresh, pages, normal(keys[6], 1, rows, HEADS, REL), normal(keys[7], extent, REL))
 
     def run(implementation, state, inputs):

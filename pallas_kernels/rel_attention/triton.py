@@ -1,14 +1,14 @@
 """rel_attention on Pallas' Triton backend: flash attention over cached pages and new rows, with a skewed bias.
 
-A program holds one KV head and a tile of query rows, the heads of the group side by side for each new row, so that a tile
-covers few positions and wastes little at the edges of a window. It walks the cached keys before `start` and then the new
-ones; for each, blocks wholly beyond the extent run in a loop of their own without bias and causal mask.
+A program holds one KV head and a tile of query rows, the heads of the group side by side for each new row, so that a
+tile covers few positions and wastes little at the edges of a window. It walks the cached keys before `start` and then
+the new ones; for each, blocks wholly beyond the extent run in a loop of their own without bias and causal mask.
 
-The bias of a tile lies on diagonals of the relative logits, which a kernel cannot gather in registers, and reading it two
-bytes at a time costs twice the matrix products. So a first, small kernel writes the logits by key instead of by distance:
-row t begins at a multiple of 8 keys below its extent, `first(t)`, and column c holds key first(t) + c, zeros outside the
-extent. The attention then adds it with plain 16-byte loads. That array is rows x heads x (extent + 8) numbers, never rows x
-context; float16 for 16-bit inputs, three bits finer than bfloat16.
+The bias of a tile lies on diagonals of the relative logits, which a kernel cannot gather in registers, and reading it
+two bytes at a time costs twice the matrix products. So a first, small kernel writes the logits by key instead of by
+distance: row t begins at a multiple of 8 keys below its extent, `first_column(t)`, and column c holds key
+first_column(t) + c, zeros outside the extent. The attention then adds it with plain 16-byte loads. That array is rows x
+heads x (extent + 8) numbers, never rows x context; float16 for 16-bit inputs, three bits finer than bfloat16.
 """
 
 import functools
@@ -46,7 +46,7 @@ class Plan:
     heads: int
     group: int
     head_dim: int
-    page: int | None
+    page: int  # 0 without pages
     extent: int
     window: int | None
     scale: float
@@ -115,7 +115,7 @@ def attention_kernel(start_ref, count_ref, q_ref, k_ref, v_ref, *refs, plan: Pla
     # The last tiles see the most keys: they start first, so that the card does not wait for them at the end.
     tile, head, sequence = plan.tiles - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
     extra = list(refs[:-1])
-    pages = [extra.pop(0) for _ in range(3)] if plan.page is not None else None
+    pages = [extra.pop(0) for _ in range(3)] if plan.page else None
     tau_ref = extra.pop(0) if plan.tau else None
     skewed_ref = extra.pop(0) if plan.extent else None
     start, count = start_ref[sequence], count_ref[sequence]
@@ -161,7 +161,7 @@ def attention_kernel(start_ref, count_ref, q_ref, k_ref, v_ref, *refs, plan: Pla
         reach = start if plan.window is None else jnp.minimum(start, jnp.maximum(plan.window - 1 - oldest, 0))
         end = jnp.where(alive, divide_up(reach, plan.block), 0)
         far = jnp.maximum(end - divide_up(jnp.maximum(plan.extent - 1 - oldest, 0), plan.block), 0)
-        keys = functools.partial(cached_block, plan, *pages, sequence, head, start, end)
+        keys = functools.partial(cached_block, plan, *pages, sequence, head, start, oldest, end)
         state = both(keys, keys, jnp.int32(0), far, end, state)
     end = jnp.where(alive, divide(jnp.maximum(newest, 0), plan.block) + 1, 0)
     begin = jnp.int32(0)
@@ -176,7 +176,7 @@ def attention_kernel(start_ref, count_ref, q_ref, k_ref, v_ref, *refs, plan: Pla
 
 
 def load_bias(plan: Plan, skewed_ref, sequence, t, query_head, real, key):
-    """The bias [tile rows, block] from the logits by key; 0 before their first column, and the future is masked anyway."""
+    """The bias [tile rows, block] from the logits by key; 0 before their first column; the future is masked anyway."""
     column = key[None, :] - first_column(plan, t)[:, None]
     inside = (column >= 0) & (column < plan.columns) & real[:, None]
     at = skewed_ref.at[sequence, t[:, None], query_head[:, None], column]
@@ -187,22 +187,23 @@ def new_block(plan: Plan, k_ref, v_ref, sequence, head, count, i):
     """Positions, keys and values of a block of new rows; those past `count` are zeros, whatever they hold."""
     key = i * plan.block + jnp.arange(plan.block, dtype=jnp.int32)
     columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
-    mask = (columns < plan.head_dim)[None, :] if columns.size != plan.head_dim else None
+    masks = [(columns < plan.head_dim)[None, :]] if columns.size != plan.head_dim else []
     if count is not None:
-        live = (key < count)[:, None]
-        mask = live if mask is None else live & mask
-    mask = None if mask is None else jnp.broadcast_to(mask, (plan.block, columns.size))
+        masks.append((key < count)[:, None])
+    mask = flash.every(masks, (plan.block, columns.size))
     at = (sequence, key[:, None], head, columns[None, :])
     other = None if mask is None else 0
     return key, None, plt.load(k_ref.at[at], mask=mask, other=other), plt.load(v_ref.at[at], mask=mask, other=other)
 
 
-def cached_block(plan: Plan, k_ref, v_ref, table_ref, sequence, head, start, blocks, i):
-    """The same for block i of `blocks` that end where the new rows begin; the first may reach below position 0."""
+def cached_block(plan: Plan, k_ref, v_ref, table_ref, sequence, head, start, oldest, blocks, i):
+    """The same for block i of `blocks` that end where the new rows begin, of what row `oldest` sees and later ones."""
     key = (i - blocks) * plan.block + jnp.arange(plan.block, dtype=jnp.int32)
     columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
     position = key + start
     live = position >= 0
+    if plan.window is not None:
+        live &= key > oldest - plan.window
     position = jnp.maximum(position, 0)
     page = plt.load(table_ref.at[sequence, divide(position, plan.page)], mask=live, other=0)
     mask = jnp.broadcast_to(live[:, None] & (columns < plan.head_dim)[None, :], (plan.block, columns.size))
@@ -219,7 +220,7 @@ def run(
     tiles = tiles or choose_tiles(head_dim, q.dtype.itemsize, dispatch.target())
     biased = extent > 0 and (rel_logits is not None or r is not None)
     plan = Plan(
-        rows, heads, heads // k.shape[2], head_dim, None if k_pages is None else k_pages.shape[2],
+        rows, heads, heads // k.shape[2], head_dim, 0 if k_pages is None else k_pages.shape[2],
         extent if biased else 0, window, scale, tau is not None, tiles.rows, tiles.block,
     )  # fmt: skip
     call = functools.partial(dispatch.pallas_call, op="rel_attention", implementation=implementation)

@@ -1,5 +1,7 @@
 """Inkling's decode and verify: global layers (8 KV heads, extent 1024) and local ones (16, window and extent 512)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -7,8 +9,8 @@ from pallas_kernels._case import Case, apart
 from pallas_kernels.rel_paged_attention.api import rel_paged_attention
 
 HEADS, DIM, REL, PAGE = 64, 128, 16, 64
-GLOBAL = dict(kv=8, extent=1024, window=None)
-LOCAL = dict(kv=16, extent=512, window=512)
+GLOBAL: dict[str, Any] = dict(kv=8, extent=1024, window=None)
+LOCAL: dict[str, Any] = dict(kv=16, extent=512, window=512)
 LOCAL_CONTEXT = 4096
 
 
@@ -22,7 +24,8 @@ def case(batch: int, context: int, rows: int = 1, *, kv: int, extent: int, windo
         pages = [normal(k, batch * table, kv, PAGE, DIM) for k in keys[:2]]
         entries = jax.random.permutation(keys[2], batch * table).astype(jnp.int32).reshape(batch, table)
         r, proj = normal(keys[4], batch, rows, HEADS, REL), normal(keys[5], extent, REL)
-        return (), (normal(keys[3], batch, rows, HEADS, DIM), *pages, entries, jnp.full(batch, context, jnp.int32), r, proj)
+        q, lengths = normal(keys[3], batch, rows, HEADS, DIM), jnp.full(batch, context, jnp.int32)
+        return (), (q, *pages, entries, lengths, r, proj)
 
     def run(implementation, state, inputs):
         *arrays, r, proj = inputs

@@ -177,18 +177,23 @@ def load_pages(plan: Plan, table_ref, sequence, length, start):
     if plan.page % plan.block == 0:
         return plt.load(table_ref.at[sequence, divide(start, plan.page)], mask=start < length, other=0)
     key = start + jnp.arange(plan.block, dtype=jnp.int32)
-    return plt.load(table_ref.at[sequence, divide(key, plan.page)], mask=key < length, other=0)
+    return plt.load(table_ref.at[sequence, divide(key, plan.page)], mask=seen(plan, key, length), other=0)
+
+
+def seen(plan: Plan, key, length):
+    """Whether any of the new rows sees the key: its page is one of the sequence's."""
+    inside = key < length
+    return inside if plan.window is None else inside & (key > length - plan.rows - plan.window)
 
 
 def load_block(plan: Plan, k_ref, v_ref, head, length, start, page, near: bool):
-    """Positions, keys and values of one block. Rows past the length are zeros, whatever their page holds."""
+    """Positions, keys and values of one block. Rows that nobody sees are zeros, whatever their page holds."""
     key = start + jnp.arange(plan.block, dtype=jnp.int32)
     columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
-    mask = (columns < plan.head_dim)[None, :] if columns.size != plan.head_dim else None
-    if near:
-        live = (key < length)[:, None]
-        mask = live if mask is None else live & mask
-    mask = None if mask is None else jnp.broadcast_to(mask, (plan.block, columns.size))
+    masks = [(columns < plan.head_dim)[None, :]] if columns.size != plan.head_dim else []
+    if near or plan.window is not None:
+        masks.append(seen(plan, key, length)[:, None])
+    mask = flash.every(masks, (plan.block, columns.size))
     if plan.page % plan.block == 0:  # contiguous rows
         offset = remainder(start, plan.page) + jnp.arange(plan.block, dtype=jnp.int32)
     else:
