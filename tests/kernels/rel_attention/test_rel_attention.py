@@ -16,7 +16,7 @@ SMALL = triton.Tiles(rows=16, block=16, num_warps=2, num_stages=2)
 GPU = pytest.mark.gpu
 VARIANTS = [("xla", None), ("interpret", None), ("interpret", SMALL)]
 VARIANTS += [pytest.param(("triton", tiles), marks=GPU) for tiles in (None, SMALL)]
-PATCHED = ("choose_tiles", "load_bias", "first_column", "cached_block", "new_block")
+PATCHED = ("choose_tiles", "load_bias", "load_logits", "cached_block", "new_block")
 
 
 def choose_small(*_):
@@ -220,15 +220,17 @@ def test_a_chunk_continues_the_prompt(implementation):
 
 
 BROKEN = {
-    "bias one position off": ("first_column", lambda whole: lambda plan, t: whole(plan, t + 1)),
-    "bias dropped": ("load_bias", lambda whole: lambda *args: 0.0),
+    "bias one position off": ("load_logits", lambda whole: lambda *args: lambda distance: whole(*args)(distance + 1)),
+    "bias dropped": ("load_logits", lambda whole: lambda *args: lambda distance: 0 * whole(*args)(distance)),
+    "bias of the block before": ("load_bias", lambda whole: lambda *args: whole(*args[:-1], args[-1] - 1)),
     "padding rows seen as keys": ("new_block", lambda whole: lambda *args: whole(*args[:-2], None, args[-1])),
     "last cached key lost": ("cached_block", lambda whole: lambda *args: lose_last_key(*whole(*args))),
 }
 
 
-def lose_last_key(key, live, k, v):
-    return key, live & (key != -1), k, v
+def lose_last_key(block, key, live, k, v):
+    lost = (key == -1)[:, None]
+    return block, key, live, jnp.where(lost, 0, k), jnp.where(lost, 0, v)
 
 
 @pytest.mark.parametrize("name", BROKEN)
