@@ -15,17 +15,21 @@ FLOOR = -1e30
 
 
 class Softmax(NamedTuple):
-    """A softmax in progress over the rows of a tile: the weighted values, the largest score, the sum of weights."""
+    """A softmax in progress over the rows of a tile: the weighted values, the largest score, the sum of weights.
+
+    `total` [rows, keys] keeps a sum for each key of a block, added up at the end: few rows are spread over several
+    warps, which a sum in every step would make wait for each other. [rows, 1] where registers are dear.
+    """
 
     out: jax.Array
     top: jax.Array
     total: jax.Array
 
 
-def start(rows: int, columns: int) -> Softmax:
-    """The state that has seen no key."""
-    zero = jnp.zeros((rows,), jnp.float32)
-    return Softmax(jnp.zeros((rows, columns), jnp.float32), jnp.full((rows,), FLOOR, jnp.float32), zero)
+def start(rows: int, columns: int, sums: int = 1) -> Softmax:
+    """The state that has seen no key; `sums` is 1 or the number of keys of a block."""
+    top = jnp.full((rows,), FLOOR, jnp.float32)
+    return Softmax(jnp.zeros((rows, columns), jnp.float32), top, jnp.zeros((rows, sums), jnp.float32))
 
 
 def step(state: Softmax, scores: jax.Array, values: jax.Array) -> Softmax:
@@ -34,12 +38,14 @@ def step(state: Softmax, scores: jax.Array, values: jax.Array) -> Softmax:
     keep = jnp.exp2(state.top - top)
     weights = jnp.exp2(scores - top[:, None])
     out = state.out * keep[:, None] + dot(weights.astype(values.dtype), values)
-    return Softmax(out, top, state.total * keep + jnp.sum(weights, axis=1))
+    added = weights if state.total.shape == weights.shape else jnp.sum(weights, axis=1)[:, None]
+    return Softmax(out, top, state.total * keep[:, None] + added)
 
 
 def finish(state: Softmax) -> tuple[jax.Array, jax.Array]:
     """The weighted mean of the values, zeros where no key was seen, and the base-2 logarithm of the sum of weights."""
-    total = jnp.where(state.total == 0.0, 1.0, state.total)
+    total = jnp.sum(state.total, axis=1)
+    total = jnp.where(total == 0.0, 1.0, total)
     return state.out / total[:, None], state.top + jnp.log2(total)
 
 

@@ -26,6 +26,8 @@ from pallas_kernels._flash import divide, divide_up, remainder
 
 MAX_TILE_ROWS = 64
 COMBINE_CHUNKS = 16
+MIN_CHUNK = 256
+MAX_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Plan:
     group: int
     head_dim: int
     page: int
+    capacity: int
     extent: int
     window: int | None
     scale: float
@@ -72,19 +75,23 @@ class Plan:
         return min(self.rows, touched)
 
 
-def choose_tiles(capacity: int, window: int | None, rows: int, row_bytes: int, where: dispatch.Target) -> Tiles:
+def choose_tiles(
+    capacity: int, window: int | None, rows: int, kv_heads: int, key_bytes: int, where: dispatch.Target
+) -> Tiles:
     """Blocks that fit the card's shared memory; chunks by the capacity, so that few sequences still fill the card.
 
-    `row_bytes` is the size of one key of one head. A short window is one chunk, and needs no combine.
+    `key_bytes` is what one key of one head loads: its key, its value and its part of the bias. A short window is one
+    chunk, and needs no combine.
     """
     stages = 1 if where.platform == "rocm" else 3
     block = 64
-    while block > 16 and 2 * block * row_bytes * stages > where.shared_memory * 0.6 > 0:
+    while block > 16 and block * key_bytes * stages > where.shared_memory * 0.65 > 0:
         block //= 2
     if window is not None and window + rows <= 2048:
         return Tiles(block, pl.cdiv(window + rows - 1, block) * block + block, num_stages=stages)
-    chunk = min(max(dispatch.next_power_of_2(capacity) // 16, 256), 2048)
-    return Tiles(block, chunk, num_stages=stages)
+    capacity = dispatch.next_power_of_2(capacity)
+    chunks = min(max((128 if capacity <= 16384 else 256) // kv_heads, 1), MAX_CHUNKS)
+    return Tiles(block, max(capacity // chunks, MIN_CHUNK), num_stages=stages)
 
 
 def first_key(plan: Plan, length: jax.Array) -> jax.Array:
@@ -92,11 +99,6 @@ def first_key(plan: Plan, length: jax.Array) -> jax.Array:
     if plan.window is None:
         return jnp.int32(0)
     return divide(jnp.maximum(length - plan.rows - plan.window + 1, 0), plan.block) * plan.block
-
-
-def live_chunks(plan: Plan, length: jax.Array) -> jax.Array:
-    """How many of the chunks hold a key: 0 for a finished sequence."""
-    return divide_up(length - first_key(plan, length), plan.chunk)
 
 
 def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, *refs, plan: Plan):
@@ -115,30 +117,37 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, *refs, plan: Plan):
     place = (sequence, row[:, None], query_head[:, None], columns[None, :])
     inside = real[:, None] & (columns < plan.head_dim)[None, :]
 
+    pages = functools.partial(load_pages, plan, table_ref, sequence)
+    first_page = pages(divide(low, plan.block) * plan.block)
+
     def run():
         q = plt.load(q_ref.at[place], mask=inside, other=0)
         factor = flash.LOG2E
         if tau_ref is not None:
             factor *= plt.load(tau_ref.at[sequence, row], mask=real, other=1).astype(jnp.float32)[:, None]
         bias = make_bias(plan, extra, sequence, tile, row, query_head, real, length)
-        pages = functools.partial(load_pages, plan, table_ref, sequence, length)
         keys = functools.partial(load_block, plan, k_ref, v_ref, head, length)
-        return walk(plan, q, row, length, low, factor, pages, keys, bias)
+        return walk(plan, q, row, length, low, factor, first_page, pages, keys, bias)
 
     if plan.chunks == 1:
         out, _ = run()
         plt.store(refs[-1].at[place], out.astype(refs[-1].dtype), mask=inside)
         return
+    out_ref, sum_ref = refs[-2:]
+    sums = sum_ref.at[sequence, chunk, row, query_head]
 
     @pl.when(low < length)
     def _():
-        out_ref, sum_ref = refs[-2:]
         out, log_sum = run()
         plt.store(out_ref.at[(sequence, chunk, *place[1:])], out, mask=inside)
-        plt.store(sum_ref.at[sequence, chunk, row, query_head], log_sum, mask=real)
+        plt.store(sums, log_sum, mask=real)
+
+    @pl.when(low >= length)
+    def _():
+        plt.store(sums, jnp.full(row.shape, -jnp.inf, jnp.float32), mask=real)
 
 
-def walk(plan: Plan, q, row, length, low, factor, pages, keys, bias):
+def walk(plan: Plan, q, row, length, low, factor, first_page, pages, keys, bias):
     """The softmax over one chunk: far blocks (no bias, nothing of the future), then near ones.
 
     Each step looks up the next block's page and hands it on. Looked up in its own step, the page would take up a stage of
@@ -164,7 +173,7 @@ def walk(plan: Plan, q, row, length, low, factor, pages, keys, bias):
         scores = scores if visible is None else jnp.where(visible, scores, -jnp.inf)
         return pages((i + 1) * plan.block), flash.step(state, scores, v)
 
-    carry = pages(begin * plan.block), flash.start(q.shape[0], q.shape[1])
+    carry = first_page, flash.start(q.shape[0], q.shape[1], plan.block)
     if plan.window is None or plan.window > plan.extent:
         carry = jax.lax.fori_loop(begin, far, functools.partial(body, False), carry)
     else:
@@ -172,16 +181,19 @@ def walk(plan: Plan, q, row, length, low, factor, pages, keys, bias):
     return flash.finish(jax.lax.fori_loop(far, end, functools.partial(body, True), carry)[1])
 
 
-def load_pages(plan: Plan, table_ref, sequence, length, start):
-    """The page of the block that begins at `start`, or of each of its keys where pages do not hold whole blocks."""
+def load_pages(plan: Plan, table_ref, sequence, start):
+    """The page of the block that begins at `start`, or of each of its keys where pages do not hold whole blocks.
+
+    It does not wait for the sequence's length: pages past it, and entries of -1, are never looked at.
+    """
     if plan.page % plan.block == 0:
-        return plt.load(table_ref.at[sequence, divide(start, plan.page)], mask=start < length, other=0)
+        return plt.load(table_ref.at[sequence, divide(start, plan.page)], mask=start < plan.capacity, other=0)
     key = start + jnp.arange(plan.block, dtype=jnp.int32)
-    return plt.load(table_ref.at[sequence, divide(key, plan.page)], mask=seen(plan, key, length), other=0)
+    return plt.load(table_ref.at[sequence, divide(key, plan.page)], mask=key < plan.capacity, other=0)
 
 
 def seen(plan: Plan, key, length):
-    """Whether any of the new rows sees the key: its page is one of the sequence's."""
+    """Whether any of the new rows sees the key: only then is its page one of the sequence's."""
     inside = key < length
     return inside if plan.window is None else inside & (key > length - plan.rows - plan.window)
 
@@ -234,10 +246,9 @@ def make_bias(plan: Plan, refs, sequence, tile, row, query_head, real, length):
     return project
 
 
-def combine_kernel(part_ref, sum_ref, length_ref, out_ref, *, plan: Plan):
-    """The chunks of one row and head, in order, weighted by their sums."""
+def combine_kernel(part_ref, sum_ref, out_ref, *, plan: Plan):
+    """The chunks of one row and head, in order, weighted by their sums; a chunk past the length has -inf and no part."""
     sequence, row, head = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    live = live_chunks(plan, length_ref[sequence])
     size = min(dispatch.next_power_of_2(plan.chunks), COMBINE_CHUNKS)
     columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
     inside = columns < plan.head_dim
@@ -245,15 +256,20 @@ def combine_kernel(part_ref, sum_ref, length_ref, out_ref, *, plan: Plan):
     def body(i, state):
         out, top, total = state
         chunk = i * size + jnp.arange(size, dtype=jnp.int32)
-        log_sum = plt.load(sum_ref.at[sequence, chunk, row, head], mask=chunk < live, other=-jnp.inf)
+        real = chunk < plan.chunks
+        log_sum = plt.load(sum_ref.at[sequence, chunk, row, head], mask=real, other=-jnp.inf)
+        # A short context's few parts are loaded with their sums; of a long one only those that the sums call for.
+        wanted = real if plan.chunks <= size else log_sum > -jnp.inf
         at = part_ref.at[sequence, chunk[:, None], row, head, columns[None, :]]
-        part = plt.load(at, mask=(chunk < live)[:, None] & inside[None, :], other=0)
+        part = plt.load(at, mask=wanted[:, None] & inside[None, :], other=0)
+        part = jnp.where((log_sum > -jnp.inf)[:, None], part, 0)
         new_top = jnp.maximum(top, jnp.max(log_sum))
         keep, weights = jnp.exp2(top - new_top), jnp.exp2(log_sum - new_top)
         return out * keep + jnp.sum(part * weights[:, None], axis=0), new_top, total * keep + jnp.sum(weights)
 
     state = jnp.zeros((columns.size,), jnp.float32), jnp.float32(flash.FLOOR), jnp.float32(0)
-    out, _, total = jax.lax.fori_loop(0, divide_up(live, size), body, state)
+    groups = pl.cdiv(plan.chunks, size)
+    out, _, total = body(0, state) if groups == 1 else jax.lax.fori_loop(0, groups, body, state)
     out = out / jnp.where(total == 0, 1.0, total)
     plt.store(out_ref.at[sequence, row, head, columns], out.astype(out_ref.dtype), mask=inside)
 
@@ -266,14 +282,16 @@ def run(
     batch, rows, heads, head_dim = q.shape
     _, kv_heads, page, _ = k_pages.shape
     capacity = page_table.shape[1] * page
+    rel_dim = rel_proj.shape[0] if r is not None else 0
     if tiles is None:
-        row_bytes = dispatch.next_power_of_2(head_dim) * q.dtype.itemsize
-        tiles = choose_tiles(capacity, window, rows, row_bytes, dispatch.target())
+        wide = dispatch.next_power_of_2(min(rows, MAX_TILE_ROWS // (heads // kv_heads) + 1) * rel_dim)
+        key_bytes = (2 * dispatch.next_power_of_2(head_dim) + wide) * q.dtype.itemsize
+        tiles = choose_tiles(capacity, window, rows, kv_heads, key_bytes, dispatch.target())
     reach = capacity if window is None else min(capacity, window + rows - 1 + tiles.block - 1)
     bias = "logits" if rel_logits is not None else "project" if r is not None else "none"
     plan = Plan(
-        rows, heads // kv_heads, head_dim, page, extent if bias != "none" else 0, window, scale, bias,
-        rel_proj.shape[0] if rel_proj is not None else 0, tau is not None,
+        rows, heads // kv_heads, head_dim, page, capacity, extent if bias != "none" else 0, window, scale, bias,
+        rel_dim, tau is not None,
         tiles.block, tiles.chunk, pl.cdiv(reach, tiles.chunk),
     )  # fmt: skip
     # A caller that keeps rel_proj transposed, [X, R], and passes its .T pays nothing for this one: XLA drops the pair.
@@ -295,4 +313,4 @@ def run(
     if plan.chunks == 1:
         return out
     combine = functools.partial(combine_kernel, plan=plan)
-    return call(combine, grid=(batch, rows, heads), out_shape=result, num_warps=2)(*out, lengths)
+    return call(combine, grid=(batch, rows, heads), out_shape=result, num_warps=2)(*out)
