@@ -71,14 +71,16 @@ class Plan:
 
 
 def choose_tiles(head_dim: int, itemsize: int, where: dispatch.Target) -> Tiles:
-    """The largest key block whose pipeline fits the card's shared memory beside the queries."""
-    rows, stages = (128, 3) if where.arch in ("sm_90", "sm_100", "sm_103") else (64, 2)
+    """The largest key block whose pipeline fits the card's shared memory beside the queries.
+
+    Where the matrix units read shared memory (sm_90, sm_100) blocks of 64 keys; elsewhere they would spill registers.
+    """
+    rows, block, stages = (128, 64, 3) if where.arch in ("sm_90", "sm_100", "sm_103") else (128, 32, 2)
     row_bytes = dispatch.next_power_of_2(head_dim) * itemsize
     if where.platform == "rocm":
-        stages = 1
+        rows, stages = 64, 1
     if itemsize > 2 or head_dim > 128:
         rows //= 2
-    block = 64
     while block > 16 and (2 * block * stages + rows) * row_bytes > where.shared_memory * 0.8 > 0:
         block //= 2
     return Tiles(rows, block, 8 if rows >= 128 else 4, stages)
@@ -279,6 +281,7 @@ def run(
                 (batch, heads // plan.group, plan.tiles, plan.near_blocks, plan.tile_rows, plan.block),
                 jnp.float32 if q.dtype == jnp.float32 else jnp.float16,
             ),
+            threads=128,
         )(*(x for x in sources if x is not None))
     operands = [start, count, q, k, v, k_pages, v_pages, page_table, tau, bias]
     return call(

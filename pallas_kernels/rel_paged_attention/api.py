@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _dispatch as dispatch

@@ -4,12 +4,12 @@ A program holds the query rows of one KV head (heads of the group times new rows
 walks its chunk block by block. Blocks beyond the extent need neither bias nor causal mask: a loop of their own.
 
 The bias is one more matrix product. With rel_proj transposed and flattened, the logits of key p for the query rows at
-positions b, b+1, ... lie at `flat[(b - p) * R + j]`, j = 0 .. rows * R: a contiguous run, loaded 16 bytes at a time like
-the key itself, and multiplied by r laid out block-diagonally by row. Its bounds are the extent's: what falls outside the
-array is the bias 0.
+positions b, b+1, ... lie at `flat[(b - p) * R + j]`, j = 0 .. rows * R: a contiguous run, loaded 16 bytes at a time
+like the key itself, and multiplied by r laid out block-diagonally by row. Its bounds are the extent's: what falls
+outside the array is the bias 0.
 
-The chunks depend on the table's capacity and the window alone, never on the batch or on other sequences' lengths, and the
-combine takes them in order: a sequence's result is bitwise the same alone and in a batch.
+The chunks depend on the table's capacity and the window alone, never on the batch or on other sequences' lengths, and
+the combine takes them in order: a sequence's result is bitwise the same alone and in a batch.
 """
 
 import functools
@@ -42,7 +42,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that a kernel knows before it runs. bias is "none", "logits" (given by distance) or "project" (r and rel_proj)."""
+    """All that a kernel knows before it runs. bias: "none", "logits" (given by distance), "project" (r, rel_proj)."""
 
     rows: int
     group: int
@@ -120,9 +120,9 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, *refs, plan: Plan):
     pages = functools.partial(load_pages, plan, table_ref, sequence)
     first_page = pages(divide(low, plan.block) * plan.block)
 
-    def run():
+    def run() -> tuple[jax.Array, jax.Array]:
         q = plt.load(q_ref.at[place], mask=inside, other=0)
-        factor = flash.LOG2E
+        factor: float | jax.Array = flash.LOG2E
         if tau_ref is not None:
             factor *= plt.load(tau_ref.at[sequence, row], mask=real, other=1).astype(jnp.float32)[:, None]
         bias = make_bias(plan, extra, sequence, tile, row, query_head, real, length)
@@ -150,8 +150,8 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, *refs, plan: Plan):
 def walk(plan: Plan, q, row, length, low, factor, first_page, pages, keys, bias):
     """The softmax over one chunk: far blocks (no bias, nothing of the future), then near ones.
 
-    Each step looks up the next block's page and hands it on. Looked up in its own step, the page would take up a stage of
-    Triton's pipeline, and with it a buffer of keys and values: at 4 stages one block would be in flight and not three.
+    Each step looks up the next block's page and hands it on. Looked up in its own step, the page would take up a stage
+    of Triton's pipeline, and with it a buffer of keys and values: at 4 stages one block would be in flight, not three.
     """
     high = jnp.minimum(low + plan.chunk, length)
     oldest = length - plan.rows
@@ -247,7 +247,7 @@ def make_bias(plan: Plan, refs, sequence, tile, row, query_head, real, length):
 
 
 def combine_kernel(part_ref, sum_ref, out_ref, *, plan: Plan):
-    """The chunks of one row and head, in order, weighted by their sums; a chunk past the length has -inf and no part."""
+    """The chunks of one row and head, in order, weighted by their sums; one past the length has -inf and no part."""
     sequence, row, head = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     size = min(dispatch.next_power_of_2(plan.chunks), COMBINE_CHUNKS)
     columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)

@@ -33,7 +33,7 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 
 @functools.cache
 def jitted(op: Callable[..., jax.Array], patches: tuple, implementation: str, **options) -> Callable[..., jax.Array]:
-    """The op under jit, compiled once for its options and for what a test put in the place of the kernel's functions."""
+    """The op under jit, compiled once for its options and for what a test put in place of the kernel's functions."""
     del patches
     call = functools.partial(op, implementation=implementation, **options)
     return jax.jit(call, compiler_options=QUICK if implementation == "interpret" else None)
@@ -75,4 +75,6 @@ def assert_close(actual, exact: np.ndarray, values: np.ndarray, bias_error: floa
     actual = np.asarray(actual)
     room = (3 * UNIT[actual.dtype.name] + 2 * bias_error) * np.nanmax(np.abs(values.astype(np.float64)), initial=1.0)
     worst = np.abs(actual.astype(np.float64) - exact)
-    assert np.all(worst <= room), f"off by {worst.max()}, {room} allowed, at {np.argwhere(~(worst <= room))[:5].tolist()}"
+    assert np.all(worst <= room), (
+        f"off by {worst.max()}, {room} allowed, at {np.argwhere(~(worst <= room))[:5].tolist()}"
+    )

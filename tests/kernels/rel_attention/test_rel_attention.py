@@ -10,11 +10,11 @@ import pytest
 import pallas_kernels
 from pallas_kernels.rel_attention import triton
 from tests.kernels.attention_oracle import UNIT, assert_close, attend64, jitted, scatter_to_pages
-from tests.kernels.oracle import DTYPES, bits, random
+from tests.kernels.oracle import bits, random
 
 SMALL = triton.Tiles(rows=16, block=16, num_warps=2, num_stages=2)
 GPU = pytest.mark.gpu
-VARIANTS = [("xla", None), ("interpret", None), ("interpret", SMALL)]
+VARIANTS = [("xla", None), ("interpret", SMALL)]
 VARIANTS += [pytest.param(("triton", tiles), marks=GPU) for tiles in (None, SMALL)]
 PATCHED = ("choose_tiles", "load_bias", "load_logits", "cached_block", "new_block")
 
@@ -25,7 +25,7 @@ def choose_small(*_):
 
 @pytest.fixture(params=VARIANTS, ids=str)
 def kernel(request, monkeypatch):
-    """The implementation; for the kernel also with tiles that cut tiny chunks into many."""
+    """The implementation; interpreted, and on a card once more, with tiles that cut tiny chunks into many."""
     implementation, tiles = request.param
     if tiles is not None:
         monkeypatch.setattr(triton, "choose_tiles", choose_small)
@@ -155,8 +155,9 @@ def test_equals_the_oracle(kernel, name):
     SETTINGS[name].check(kernel)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", ["project", "logits"])
+@pytest.mark.parametrize(
+    ("dtype", "bias"), [(jnp.bfloat16, "project"), (jnp.bfloat16, "logits"), (jnp.float16, "project")]
+)
 def test_dtypes(implementation, dtype, bias):
     Setting([37, 16, 0], [20, 13, 5], bias=bias, dtype=dtype, tau=True).check(implementation)
 
@@ -194,29 +195,19 @@ def test_one_hot_distance_names_the_key(kernel, bias, hot):
 
 
 @pytest.mark.parametrize("bias", ["project", "logits"])
-@pytest.mark.parametrize("window", [None, 20])
-def test_the_bias_reaches_the_result(kernel, bias, window):
-    with_bias = Setting([40, 3], [20, 20], bias=bias, window=window)
-    without = Setting([40, 3], [20, 20], bias="none", window=window)
-    assert np.abs(with_bias.run(kernel) - without.run(kernel)).max(axis=(2, 3))[:, 1:].min() > 0.02
+def test_the_bias_reaches_the_result(kernel, bias):
+    """Every row that sees more than itself answers differently."""
+    one, other = (Setting([60, 19, 33], [20, 17, 6], bias=which).run(kernel) for which in (bias, "none"))
+    for b, count in enumerate((20, 17, 6)):
+        assert np.abs(one - other)[b, :count].max(axis=(1, 2)).min() > 0.02
 
 
-@pytest.mark.parametrize("window", [None, 24])
-def test_the_tiles_do_not_change_the_result(pallas, monkeypatch, window):
-    setting = Setting([37, 70, 0], [20, 13, 7], window=window)
+def test_the_tiles_do_not_change_the_result(pallas, monkeypatch):
+    setting = Setting([37, 70, 0], [20, 13, 7], window=24)
     for rows, block in ((16, 32), (64, 16)):
         tiles = triton.Tiles(rows=rows, block=block, num_warps=2, num_stages=2)
         monkeypatch.setattr(triton, "choose_tiles", lambda *_, tiles=tiles: tiles)
         setting.check(pallas)
-
-
-def test_a_chunk_continues_the_prompt(implementation):
-    """The rows of one prefill and of two chunks of it agree: the cached part is no other attention."""
-    whole = Setting(None, [40], rows=40, window=24, extent=24)
-    chunk = Setting([27], [13], rows=13, window=24, extent=24)
-    chunk.keys, chunk.values = whole.keys, whole.values
-    chunk.q, chunk.r = whole.q[:, 27:], whole.r[:, 27:]
-    np.testing.assert_allclose(chunk.run(implementation), whole.run(implementation)[:, 27:], atol=3e-6)
 
 
 BROKEN = {
@@ -250,7 +241,10 @@ BAD = {
     "heads": (lambda k: k.update(q=k["q"][:, :, :3]), "3 heads and k 2"),
     "rows": (lambda k: k.update(k=k["k"][:, :5], v=k["v"][:, :5]), "k has shape"),
     "head size": (lambda k: k.update(q=np.zeros((2, 20, 4, 64), np.float32)), "head size 32 and q has 64"),
-    "small heads": (lambda k: k.update({n: k[n][..., :16] for n in ("q", "k", "v")}), "head size 16; expected 32 to 256"),
+    "small heads": (
+        lambda k: k.update({n: k[n][..., :16] for n in ("q", "k", "v")}),
+        "head size 16; expected 32 to 256",
+    ),
     "page": (lambda k: k.update({n: k[n][:, :, :8] for n in ("k_pages", "v_pages")}), "pages of 8 rows.*16 to 256"),
     "page heads": (lambda k: k.update({n: k[n][:, :1] for n in ("k_pages", "v_pages")}), "k_pages has shape"),
     "dtype": (lambda k: k.update(v=k["v"].astype(np.float16)), "v is float16"),

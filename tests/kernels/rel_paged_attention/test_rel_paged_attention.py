@@ -10,11 +10,11 @@ import pytest
 import pallas_kernels
 from pallas_kernels.rel_paged_attention import triton
 from tests.kernels.attention_oracle import assert_close, attend64, jitted, scatter_to_pages
-from tests.kernels.oracle import DTYPES, bits, random
+from tests.kernels.oracle import bits, random
 
 SMALL = triton.Tiles(block=16, chunk=16, num_warps=2, num_stages=2)
 GPU = pytest.mark.gpu
-VARIANTS = [("xla", None), ("interpret", None), ("interpret", SMALL)]
+VARIANTS = [("xla", None), ("interpret", SMALL)]
 VARIANTS += [pytest.param(("triton", tiles), marks=GPU) for tiles in (None, SMALL)]
 PATCHED = ("choose_tiles", "make_bias", "seen", "first_key")
 
@@ -25,7 +25,7 @@ def choose_small(*_):
 
 @pytest.fixture(params=VARIANTS, ids=str)
 def kernel(request, monkeypatch):
-    """The implementation; for the kernel also with tiles that split tiny contexts into many chunks."""
+    """The implementation; interpreted, and on a card once more, with tiles that split tiny contexts into chunks."""
     implementation, tiles = request.param
     if tiles is not None:
         monkeypatch.setattr(triton, "choose_tiles", choose_small)
@@ -133,8 +133,9 @@ def test_equals_the_oracle(kernel, name):
     SETTINGS[name].check(kernel)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", ["project", "logits"])
+@pytest.mark.parametrize(
+    ("dtype", "bias"), [(jnp.bfloat16, "project"), (jnp.bfloat16, "logits"), (jnp.float16, "project")]
+)
 def test_dtypes(implementation, dtype, bias):
     Setting([96, 19, 20, 0], rows=3, bias=bias, dtype=dtype, tau=True).check(implementation)
 
@@ -149,7 +150,7 @@ def test_long_context_in_several_chunks(implementation):
 def test_the_split_does_not_change_the_result(pallas, monkeypatch):
     setting = Setting([1, 0, 96, 37], rows=2)
     results = []
-    for chunk in (96, 48, 32, 16):
+    for chunk in (96, 32, 16):
         monkeypatch.setattr(triton, "choose_tiles", lambda *_, chunk=chunk: replace(SMALL, chunk=chunk))
         results.append(setting.run(pallas))
     for other in results[1:]:
@@ -179,11 +180,9 @@ def test_one_hot_distance_names_the_key(kernel, bias, hot):
 
 
 @pytest.mark.parametrize("bias", ["project", "logits"])
-@pytest.mark.parametrize("window", [None, 20])
-def test_the_bias_reaches_the_result(kernel, bias, window):
-    with_bias = Setting([96, 19], bias=bias, window=window)
-    without = Setting([96, 19], bias="none", window=window)
-    assert np.abs(with_bias.run(kernel) - without.run(kernel)).max(axis=(1, 2, 3)).min() > 0.05
+def test_the_bias_reaches_the_result(kernel, bias):
+    one, other = (Setting([96, 53, 33, 23], rows=4, bias=which).run(kernel) for which in (bias, "none"))
+    assert np.abs(one - other).max(axis=(2, 3)).min() > 0.02
 
 
 BROKEN = {
