@@ -42,11 +42,31 @@ def step(state: Softmax, scores: jax.Array, values: jax.Array) -> Softmax:
     return Softmax(out, top, state.total * keep[:, None] + added)
 
 
-def finish(state: Softmax) -> tuple[jax.Array, jax.Array]:
-    """The weighted mean of the values, zeros where no key was seen, and the base-2 logarithm of the sum of weights."""
+def merge(first: Softmax, then: Softmax) -> Softmax:
+    """The softmax over the keys of both, `total` [rows, 1]: that of the lower top is scaled and added to the other.
+
+    One product and one sum: a compiler may fuse them in one way only, so that two kernels that merge the same states in
+    the same order give the same bits.
+    """
+    later = then.top > first.top
+    scale = jnp.exp2(jnp.minimum(first.top, then.top) - jnp.maximum(first.top, then.top))
+
+    def add(x, y):
+        swap = later.reshape(later.shape + (1,) * (x.ndim - later.ndim))
+        return jnp.where(swap, y, x) + jnp.where(swap, x, y) * scale.reshape(swap.shape)
+
+    return Softmax(add(first.out, then.out), jnp.maximum(first.top, then.top), add(first.total, then.total))
+
+
+def gather_sums(state: Softmax) -> Softmax:
+    """The state with its sums over keys added up, `total` [rows, 1]."""
+    return state._replace(total=jnp.sum(state.total, axis=1)[:, None])
+
+
+def finish(state: Softmax) -> jax.Array:
+    """The weighted mean of the values, zeros where no key was seen."""
     total = jnp.sum(state.total, axis=1)
-    total = jnp.where(total == 0.0, 1.0, total)
-    return state.out / total[:, None], state.top + jnp.log2(total)
+    return state.out / jnp.where(total == 0.0, 1.0, total)[:, None]
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from pallas_kernels import _dispatch as dispatch
 from pallas_kernels import _flash as flash
 from pallas_kernels._flash import divide, divide_up, remainder
 
-UNROLLED = 6  # blocks of one program of `bias_kernel`
+MOST_UNROLLED = 6  # blocks of one program of `bias_kernel`
 FLOAT16_MAX = 65504.0
 
 
@@ -68,6 +68,17 @@ class Plan:
     def near_blocks(self) -> int:
         """How many blocks of keys the extents of a tile's rows can touch."""
         return (self.extent + self.span - 2) // self.block + 2
+
+    @property
+    def touched_blocks(self) -> int:
+        """How many blocks of keys one row's program writes: those of every tile that holds some of its heads."""
+        whole = self.tile_rows % self.group == 0
+        return self.near_blocks + (0 if whole else pl.cdiv(self.span, self.block))
+
+    @property
+    def unrolled(self) -> int:
+        """Blocks of one program of `bias_kernel`: evenly spread over as few programs as may be."""
+        return pl.cdiv(self.touched_blocks, pl.cdiv(self.touched_blocks, MOST_UNROLLED))
 
 
 def choose_tiles(head_dim: int, itemsize: int, where: dispatch.Target) -> Tiles:
@@ -116,8 +127,8 @@ def bias_kernel(start_ref, count_ref, *refs, plan: Plan, project: bool):
         if tau_ref is not None:
             factor *= tau_ref[sequence, t].astype(jnp.float32)
         load = load_logits(plan, sources, sequence, t, head, project)
-        for i in range(UNROLLED):
-            block = first_block(plan, divide(t * plan.group, plan.tile_rows)) + (part * UNROLLED + i)
+        for i in range(plan.unrolled):
+            block = first_block(plan, divide(t * plan.group, plan.tile_rows)) + (part * plan.unrolled + i)
             key = block * plan.block + column
             distance = t - key
             visible = (distance >= 0) & (key + start_ref[sequence] >= 0)
@@ -125,7 +136,7 @@ def bias_kernel(start_ref, count_ref, *refs, plan: Plan, project: bool):
                 visible &= distance < plan.window
             logits = load(distance) * factor
             if out_ref.dtype == jnp.float16:
-                logits = jnp.clip(logits, -FLOAT16_MAX, FLOAT16_MAX)
+                logits = jnp.minimum(logits, FLOAT16_MAX)  # below, -inf is as good
             logits = jnp.where(visible[None, :], logits, -jnp.inf).astype(out_ref.dtype)
             mask = real & (block >= first) & (block < first + plan.near_blocks)
             at = out_ref.at[(*place, block - first, remainder(flat, plan.tile_rows)[:, None], column[None, :])]
@@ -216,7 +227,7 @@ def attention_kernel(start_ref, count_ref, q_ref, k_ref, v_ref, *refs, plan: Pla
         begin = jnp.minimum(divide(jnp.maximum(oldest - plan.window + 1, 0), plan.block), end)
     far = jnp.clip(divide(jnp.maximum(oldest - plan.extent + 1, 0), plan.block), begin, end)
     keys = functools.partial(new_block, plan, k_ref, v_ref, sequence, head)
-    out, _ = flash.finish(both(functools.partial(keys, None), functools.partial(keys, count), begin, far, end, state))
+    out = flash.finish(both(functools.partial(keys, None), functools.partial(keys, count), begin, far, end, state))
     inside = (t < plan.rows)[:, None] & (columns < plan.head_dim)[None, :]
     out = jnp.where(real[:, None], out, 0.0).astype(refs[-1].dtype)  # a row past the count, read as q = 0, sees keys
     plt.store(refs[-1].at[place], out, mask=inside)
@@ -273,10 +284,9 @@ def run(
     bias = None
     if biased:
         sources = [start, count, tau, *((rel_logits,) if r is None else (r, rel_proj.T))]
-        touched = plan.near_blocks + (0 if plan.tile_rows % plan.group == 0 else pl.cdiv(plan.span, plan.block))
         bias = call(
             functools.partial(bias_kernel, plan=plan, project=r is not None),
-            grid=(batch, rows, pl.cdiv(touched, UNROLLED)),
+            grid=(batch, rows, pl.cdiv(plan.touched_blocks, plan.unrolled)),
             out_shape=jax.ShapeDtypeStruct(
                 (batch, heads // plan.group, plan.tiles, plan.near_blocks, plan.tile_rows, plan.block),
                 jnp.float32 if q.dtype == jnp.float32 else jnp.float16,

@@ -12,6 +12,7 @@ The chunks depend on the table's capacity and the window alone, never on the bat
 the combine takes them in order: a sequence's result is bitwise the same alone and in a batch.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -25,9 +26,14 @@ from pallas_kernels import _flash as flash
 from pallas_kernels._flash import divide, divide_up, remainder
 
 MAX_TILE_ROWS = 64
-COMBINE_CHUNKS = 16
+COMBINE_CHUNKS = 32
 MIN_CHUNK = 256
 MAX_CHUNKS = 64
+WINDOW_CHUNK = 128
+# A context of at most so many chunks and keys may be walked by one program, where there are many sequences.
+SERIAL_CHUNKS = 16
+SERIAL_REACH = 8192
+SERIAL_PROGRAMS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class Plan:
     block: int
     chunk: int
     chunks: int
+    serial: bool
 
     @property
     def tile_rows(self) -> int:
@@ -80,18 +87,19 @@ def choose_tiles(
 ) -> Tiles:
     """Blocks that fit the card's shared memory; chunks by the capacity, so that few sequences still fill the card.
 
-    `key_bytes` is what one key of one head loads: its key, its value and its part of the bias. A short window is one
-    chunk, and needs no combine.
+    `key_bytes` is what one key of one head loads: its key, its value and its part of the bias. A short window has
+    chunks of its own.
     """
     stages = 1 if where.platform == "rocm" else 3
     block = 64
     while block > 16 and block * key_bytes * stages > where.shared_memory * 0.65 > 0:
         block //= 2
     if window is not None and window + rows <= 2048:
-        return Tiles(block, pl.cdiv(window + rows - 1, block) * block + block, num_stages=stages)
+        return Tiles(block, max(WINDOW_CHUNK, block), num_stages=stages)
     capacity = dispatch.next_power_of_2(capacity)
     chunks = min(max((128 if capacity <= 16384 else 256) // kv_heads, 1), MAX_CHUNKS)
-    return Tiles(block, max(capacity // chunks, MIN_CHUNK), num_stages=stages)
+    num_warps = 2 if capacity > 16384 and rows == 1 else 4
+    return Tiles(block, max(capacity // chunks, MIN_CHUNK), num_warps, stages)
 
 
 def first_key(plan: Plan, length: jax.Array) -> jax.Array:
@@ -120,31 +128,39 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, *refs, plan: Plan):
     pages = functools.partial(load_pages, plan, table_ref, sequence)
     first_page = pages(divide(low, plan.block) * plan.block)
 
-    def run() -> tuple[jax.Array, jax.Array]:
+    def run(low, first_page) -> flash.Softmax:
         q = plt.load(q_ref.at[place], mask=inside, other=0)
-        factor: float | jax.Array = flash.LOG2E
+        factor = flash.LOG2E
         if tau_ref is not None:
             factor *= plt.load(tau_ref.at[sequence, row], mask=real, other=1).astype(jnp.float32)[:, None]
         bias = make_bias(plan, extra, sequence, tile, row, query_head, real, length)
         keys = functools.partial(load_block, plan, k_ref, v_ref, head, length)
-        return walk(plan, q, row, length, low, factor, first_page, pages, keys, bias)
+        return flash.gather_sums(walk(plan, q, row, length, low, factor, first_page, pages, keys, bias))
 
-    if plan.chunks == 1:
-        out, _ = run()
-        plt.store(refs[-1].at[place], out.astype(refs[-1].dtype), mask=inside)
+    def next_chunk(i, state):
+        begin = low + i * plan.chunk
+        return flash.merge(state, run(begin, pages(begin)))
+
+    if plan.serial or plan.chunks == 1:
+        live = divide_up(jnp.maximum(length - low, 0), plan.chunk)
+        state = flash.start(plan.tile_rows, columns.size)
+        state = run(low, first_page) if plan.chunks == 1 else jax.lax.fori_loop(0, live, next_chunk, state)
+        plt.store(refs[-1].at[place], flash.finish(state).astype(refs[-1].dtype), mask=inside)
         return
-    out_ref, sum_ref = refs[-2:]
-    sums = sum_ref.at[sequence, chunk, row, query_head]
+    out_ref, top_ref, total_ref = refs[-3:]
+    sums = sequence, chunk, row, query_head
 
     @pl.when(low < length)
     def _():
-        out, log_sum = run()
-        plt.store(out_ref.at[(sequence, chunk, *place[1:])], out, mask=inside)
-        plt.store(sums, log_sum, mask=real)
+        state = run(low, first_page)
+        plt.store(out_ref.at[(sequence, chunk, *place[1:])], state.out, mask=inside)
+        plt.store(top_ref.at[sums], state.top, mask=real)
+        plt.store(total_ref.at[sums], jnp.sum(state.total, axis=1), mask=real)
 
     @pl.when(low >= length)
     def _():
-        plt.store(sums, jnp.full(row.shape, -jnp.inf, jnp.float32), mask=real)
+        plt.store(top_ref.at[sums], jnp.full(row.shape, flash.FLOOR, jnp.float32), mask=real)
+        plt.store(total_ref.at[sums], jnp.zeros(row.shape, jnp.float32), mask=real)
 
 
 def walk(plan: Plan, q, row, length, low, factor, first_page, pages, keys, bias):
@@ -178,7 +194,7 @@ def walk(plan: Plan, q, row, length, low, factor, first_page, pages, keys, bias)
         carry = jax.lax.fori_loop(begin, far, functools.partial(body, False), carry)
     else:
         far = begin
-    return flash.finish(jax.lax.fori_loop(far, end, functools.partial(body, True), carry)[1])
+    return jax.lax.fori_loop(far, end, functools.partial(body, True), carry)[1]
 
 
 def load_pages(plan: Plan, table_ref, sequence, start):
@@ -246,32 +262,51 @@ def make_bias(plan: Plan, refs, sequence, tile, row, query_head, real, length):
     return project
 
 
-def combine_kernel(part_ref, sum_ref, out_ref, *, plan: Plan):
-    """The chunks of one row and head, in order, weighted by their sums; one past the length has -inf and no part."""
+def combine_kernel(part_ref, top_ref, total_ref, out_ref, *, plan: Plan):
+    """The chunks of one row and head. One past the length has no part, and a total of 0."""
     sequence, row, head = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    size = min(dispatch.next_power_of_2(plan.chunks), COMBINE_CHUNKS)
     columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
     inside = columns < plan.head_dim
+
+    def load(chunk, mask=None):
+        at = sequence, chunk, row, head
+        top, total = (plt.load(ref.at[at], mask=mask) for ref in (top_ref, total_ref))
+        if mask is not None:
+            top, total = jnp.where(mask, top, flash.FLOOR), jnp.where(mask, total, 0)
+        # Few parts are loaded with their sums, of many only those that the sums call for.
+        wanted = mask if plan.chunks <= COMBINE_CHUNKS else total > 0
+        chunk = chunk[..., None]
+        wanted = inside if wanted is None else wanted[..., None] & inside
+        part = plt.load(part_ref.at[sequence, chunk, row, head, columns], mask=wanted, other=0)
+        return flash.Softmax(jnp.where((total > 0)[..., None], part, 0), top, total[..., None])
+
+    if may_be_serial(plan):  # in the order of a single program, and so with its very result
+        state = functools.reduce(flash.merge, [load(jnp.full((1,), i, jnp.int32)) for i in range(plan.chunks)])
+        out = flash.finish(flash.merge(flash.start(1, columns.size), state))
+        at = out_ref.at[sequence, row, head + jnp.zeros((1, 1), jnp.int32), columns[None, :]]
+        plt.store(at, out.astype(out_ref.dtype), mask=inside[None, :])
+        return
+    size = min(dispatch.next_power_of_2(plan.chunks), COMBINE_CHUNKS)
 
     def body(i, state):
         out, top, total = state
         chunk = i * size + jnp.arange(size, dtype=jnp.int32)
-        real = chunk < plan.chunks
-        log_sum = plt.load(sum_ref.at[sequence, chunk, row, head], mask=real, other=-jnp.inf)
-        # A short context's few parts are loaded with their sums; of a long one only those that the sums call for.
-        wanted = real if plan.chunks <= size else log_sum > -jnp.inf
-        at = part_ref.at[sequence, chunk[:, None], row, head, columns[None, :]]
-        part = plt.load(at, mask=wanted[:, None] & inside[None, :], other=0)
-        part = jnp.where((log_sum > -jnp.inf)[:, None], part, 0)
-        new_top = jnp.maximum(top, jnp.max(log_sum))
-        keep, weights = jnp.exp2(top - new_top), jnp.exp2(log_sum - new_top)
-        return out * keep + jnp.sum(part * weights[:, None], axis=0), new_top, total * keep + jnp.sum(weights)
+        part = load(chunk, chunk < plan.chunks)
+        new_top = jnp.maximum(top, jnp.max(part.top))
+        keep, weights = jnp.exp2(top - new_top), jnp.exp2(part.top - new_top)
+        added = jnp.sum(part.out * weights[:, None], axis=0)
+        return out * keep + added, new_top, total * keep + jnp.sum(part.total[:, 0] * weights)
 
     state = jnp.zeros((columns.size,), jnp.float32), jnp.float32(flash.FLOOR), jnp.float32(0)
     groups = pl.cdiv(plan.chunks, size)
     out, _, total = body(0, state) if groups == 1 else jax.lax.fori_loop(0, groups, body, state)
     out = out / jnp.where(total == 0, 1.0, total)
     plt.store(out_ref.at[sequence, row, head, columns], out.astype(out_ref.dtype), mask=inside)
+
+
+def may_be_serial(plan: Plan) -> bool:
+    """Whether one program may walk all chunks, depending on how many sequences there are."""
+    return plan.chunks <= SERIAL_CHUNKS and plan.chunks * plan.chunk <= SERIAL_REACH
 
 
 def run(
@@ -292,8 +327,11 @@ def run(
     plan = Plan(
         rows, heads // kv_heads, head_dim, page, capacity, extent if bias != "none" else 0, window, scale, bias,
         rel_dim, tau is not None,
-        tiles.block, tiles.chunk, pl.cdiv(reach, tiles.chunk),
+        tiles.block, tiles.chunk, pl.cdiv(reach, tiles.chunk), False,
     )  # fmt: skip
+    serial = may_be_serial(plan) and batch * kv_heads * plan.tiles >= SERIAL_PROGRAMS
+    plan = dataclasses.replace(plan, serial=serial and plan.chunks > 1)
+    whole = plan.serial or plan.chunks == 1
     # A caller that keeps rel_proj transposed, [X, R], and passes its .T pays nothing for this one: XLA drops the pair.
     flat = None if r is None else rel_proj[:, :extent].T.reshape(-1)
     operands = [q, k_pages, v_pages, page_table, lengths, tau, rel_logits, r, flat]
@@ -301,16 +339,16 @@ def run(
     result = jax.ShapeDtypeStruct(q.shape, q.dtype)
     parts = [
         jax.ShapeDtypeStruct((batch, plan.chunks, rows, heads, head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((batch, plan.chunks, rows, heads), jnp.float32),
+        *(jax.ShapeDtypeStruct((batch, plan.chunks, rows, heads), jnp.float32),) * 2,
     ]
     out = call(
         functools.partial(chunk_kernel, plan=plan),
-        grid=(batch, kv_heads * plan.tiles, plan.chunks),
-        out_shape=result if plan.chunks == 1 else parts,
+        grid=(batch, kv_heads * plan.tiles, 1 if whole else plan.chunks),
+        out_shape=result if whole else parts,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )(*(x for x in operands if x is not None))
-    if plan.chunks == 1:
+    if whole:
         return out
     combine = functools.partial(combine_kernel, plan=plan)
     return call(combine, grid=(batch, rows, heads), out_shape=result, num_warps=2)(*out)

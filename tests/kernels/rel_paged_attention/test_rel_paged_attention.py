@@ -16,7 +16,7 @@ SMALL = triton.Tiles(block=16, chunk=16, num_warps=2, num_stages=2)
 GPU = pytest.mark.gpu
 VARIANTS = [("xla", None), ("interpret", SMALL)]
 VARIANTS += [pytest.param(("triton", tiles), marks=GPU) for tiles in (None, SMALL)]
-PATCHED = ("choose_tiles", "make_bias", "seen", "first_key")
+PATCHED = ("choose_tiles", "make_bias", "seen", "first_key", "SERIAL_PROGRAMS")
 
 
 def choose_small(*_):
@@ -163,6 +163,16 @@ def test_alone_as_in_the_batch(kernel, window):
     batch = setting.run(kernel)
     for b in range(4):
         np.testing.assert_array_equal(bits(setting.run(kernel, only=b)[0]), bits(batch[b]))
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_many_sequences_give_the_bits_of_few(pallas, monkeypatch, window):
+    """Where sequences are many, one program walks all chunks of one: no other result than that of the combine."""
+    setting = Setting([5, 96, 0, 41], rows=2, window=window, extent=24, tau=True)
+    monkeypatch.setattr(triton, "choose_tiles", choose_small)
+    few = setting.run(pallas)
+    monkeypatch.setattr(triton, "SERIAL_PROGRAMS", 1)
+    np.testing.assert_array_equal(bits(setting.run(pallas)), bits(few))
 
 
 @pytest.mark.parametrize("bias", ["project", "logits"])
