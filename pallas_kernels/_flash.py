@@ -48,12 +48,11 @@ def merge(first: Softmax, then: Softmax) -> Softmax:
     One product and one sum: a compiler may fuse them in one way only, so that two kernels that merge the same states in
     the same order give the same bits.
     """
-    later = then.top > first.top
-    scale = jnp.exp2(jnp.minimum(first.top, then.top) - jnp.maximum(first.top, then.top))
+    later = (then.top > first.top)[:, None]
+    scale = jnp.exp2(jnp.minimum(first.top, then.top) - jnp.maximum(first.top, then.top))[:, None]
 
     def add(x, y):
-        swap = later.reshape(later.shape + (1,) * (x.ndim - later.ndim))
-        return jnp.where(swap, y, x) + jnp.where(swap, x, y) * scale.reshape(swap.shape)
+        return jnp.where(later, y, x) + jnp.where(later, x, y) * scale
 
     return Softmax(add(first.out, then.out), jnp.maximum(first.top, then.top), add(first.total, then.total))
 

@@ -275,14 +275,14 @@ def combine_kernel(part_ref, top_ref, total_ref, out_ref, *, plan: Plan):
             top, total = jnp.where(mask, top, flash.FLOOR), jnp.where(mask, total, 0)
         # Few parts are loaded with their sums, of many only those that the sums call for.
         wanted = mask if plan.chunks <= COMBINE_CHUNKS else total > 0
-        chunk = chunk[..., None]
-        wanted = inside if wanted is None else wanted[..., None] & inside
-        part = plt.load(part_ref.at[sequence, chunk, row, head, columns], mask=wanted, other=0)
-        return flash.Softmax(jnp.where((total > 0)[..., None], part, 0), top, total[..., None])
+        masks = [inside[None, :]] if wanted is None else [inside[None, :], wanted[:, None]]
+        wanted = flash.every(masks, (chunk.size, columns.size))
+        part = plt.load(part_ref.at[sequence, chunk[:, None], row, head, columns[None, :]], mask=wanted, other=0)
+        return flash.Softmax(jnp.where((total > 0)[:, None], part, 0), top, total[:, None])
 
     if may_be_serial(plan):  # in the order of a single program, and so with its very result
-        state = functools.reduce(flash.merge, [load(jnp.full((1,), i, jnp.int32)) for i in range(plan.chunks)])
-        out = flash.finish(flash.merge(flash.start(1, columns.size), state))
+        chunks = [load(jnp.full((1,), i, jnp.int32)) for i in range(plan.chunks)]
+        out = flash.finish(functools.reduce(flash.merge, chunks, flash.start(1, columns.size)))
         at = out_ref.at[sequence, row, head + jnp.zeros((1, 1), jnp.int32), columns[None, :]]
         plt.store(at, out.astype(out_ref.dtype), mask=inside[None, :])
         return
@@ -351,4 +351,5 @@ def run(
     if whole:
         return out
     combine = functools.partial(combine_kernel, plan=plan)
-    return call(combine, grid=(batch, rows, heads), out_shape=result, num_warps=2)(*out)
+    num_warps = 1 if may_be_serial(plan) else 2
+    return call(combine, grid=(batch, rows, heads), out_shape=result, num_warps=num_warps)(*out)
