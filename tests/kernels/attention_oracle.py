@@ -27,7 +27,7 @@ def attend64(q, k, v, q_pos, rel, tau, *, scale: float, extent: int, window: int
     return out
 
 
-# Interpreted kernels take longer to compile than to run.
+# On a CPU these programs take far longer to compile than to run.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -36,7 +36,7 @@ def jitted(op: Callable[..., jax.Array], patches: tuple, implementation: str, **
     """The op under jit, compiled once for its options and for what a test put in place of the kernel's functions."""
     del patches
     call = functools.partial(op, implementation=implementation, **options)
-    return jax.jit(call, compiler_options=QUICK if implementation == "interpret" else None)
+    return jax.jit(call, compiler_options=None if implementation == "triton" else QUICK)
 
 
 def scatter_to_pages(
