@@ -91,10 +91,10 @@ def choose_tiles(head_dim: int, itemsize: int, where: dispatch.Target) -> Tiles:
     if where.platform == "rocm":
         rows, stages = 64, 1
     if itemsize > 2 or head_dim > 128:
-        rows //= 2
+        rows, block, stages = rows // 2, 32, min(stages, 2)
     while block > 16 and (2 * block * stages + rows) * row_bytes > where.shared_memory * 0.8 > 0:
         block //= 2
-    return Tiles(rows, block, 8 if rows >= 128 else 4, stages)
+    return Tiles(rows, block, 4 if where.platform == "rocm" else 8, stages)
 
 
 def oldest_row(plan: Plan, tile):

@@ -25,11 +25,10 @@ from pallas_kernels import _dispatch as dispatch
 from pallas_kernels import _flash as flash
 from pallas_kernels._flash import divide, divide_up, remainder
 
-MAX_TILE_ROWS = 64
+MAX_TILE_ROWS = {2: 64, 4: 16}  # by bytes a number: float32 products take more registers
 COMBINE_CHUNKS = 32
-MIN_CHUNK = 256
+MIN_CHUNK = 512
 MAX_CHUNKS = 64
-WINDOW_CHUNK = 128
 # A context of at most so many chunks and keys may be walked by one program, where there are many sequences.
 SERIAL_CHUNKS = 16
 SERIAL_REACH = 8192
@@ -64,11 +63,12 @@ class Plan:
     block: int
     chunk: int
     chunks: int
-    serial: bool
+    max_tile_rows: int
+    serial: bool = False
 
     @property
     def tile_rows(self) -> int:
-        return min(max(16, dispatch.next_power_of_2(self.rows * self.group)), MAX_TILE_ROWS)
+        return min(max(16, dispatch.next_power_of_2(self.rows * self.group)), self.max_tile_rows)
 
     @property
     def tiles(self) -> int:
@@ -95,7 +95,7 @@ def choose_tiles(
     while block > 16 and block * key_bytes * stages > where.shared_memory * 0.65 > 0:
         block //= 2
     if window is not None and window + rows <= 2048:
-        return Tiles(block, max(WINDOW_CHUNK, block), num_stages=stages)
+        return Tiles(block, 128 if rows == 1 else 192, num_stages=stages)
     capacity = dispatch.next_power_of_2(capacity)
     chunks = min(max((128 if capacity <= 16384 else 256) // kv_heads, 1), MAX_CHUNKS)
     num_warps = 2 if capacity > 16384 and rows == 1 else 4
@@ -318,8 +318,9 @@ def run(
     _, kv_heads, page, _ = k_pages.shape
     capacity = page_table.shape[1] * page
     rel_dim = rel_proj.shape[0] if r is not None else 0
+    max_tile_rows = MAX_TILE_ROWS[q.dtype.itemsize]
     if tiles is None:
-        wide = dispatch.next_power_of_2(min(rows, MAX_TILE_ROWS // (heads // kv_heads) + 1) * rel_dim)
+        wide = dispatch.next_power_of_2(min(rows, max_tile_rows // (heads // kv_heads) + 1) * rel_dim)
         key_bytes = (2 * dispatch.next_power_of_2(head_dim) + wide) * q.dtype.itemsize
         tiles = choose_tiles(capacity, window, rows, kv_heads, key_bytes, dispatch.target())
     reach = capacity if window is None else min(capacity, window + rows - 1 + tiles.block - 1)
@@ -327,7 +328,7 @@ def run(
     plan = Plan(
         rows, heads // kv_heads, head_dim, page, capacity, extent if bias != "none" else 0, window, scale, bias,
         rel_dim, tau is not None,
-        tiles.block, tiles.chunk, pl.cdiv(reach, tiles.chunk), False,
+        tiles.block, tiles.chunk, pl.cdiv(reach, tiles.chunk), max_tile_rows,
     )  # fmt: skip
     serial = may_be_serial(plan) and batch * kv_heads * plan.tiles >= SERIAL_PROGRAMS
     plan = dataclasses.replace(plan, serial=serial and plan.chunks > 1)
