@@ -26,7 +26,7 @@ from pallas_kernels import _flash as flash
 from pallas_kernels._flash import divide, divide_up, remainder
 
 MAX_TILE_ROWS = {2: 64, 4: 16}  # by bytes a number: float32 products take more registers
-COMBINE_CHUNKS = 32
+COMBINE_CHUNKS = 16
 MIN_CHUNK = 512
 MAX_CHUNKS = 64
 # A context of at most so many chunks and keys may be walked by one program, where there are many sequences.
