@@ -8,8 +8,9 @@ positions b, b+1, ... lie at `flat[(b - p) * R + j]`, j = 0 .. rows * R: a conti
 like the key itself, and multiplied by r laid out block-diagonally by row. Its bounds are the extent's: what falls
 outside the array is the bias 0.
 
-The chunks depend on the table's capacity and the window alone, never on the batch or on other sequences' lengths, and
-the combine takes them in order: a sequence's result is bitwise the same alone and in a batch.
+The chunks depend on the table's capacity, the window and the heads, never on the batch or on other sequences' lengths,
+and the combine takes them in order: a sequence's result is bitwise the same alone and in a batch. Where sequences are
+many and their context is short, one program walks all chunks and merges them itself, by the arithmetic of the combine.
 """
 
 import dataclasses
