@@ -40,9 +40,9 @@ def quantize(
     """
     if format not in FORMATS:
         raise CheckpointError(f"format = {format!r}: expected {' or '.join(FORMATS)}")
-    target = free_target(Path(dst).expanduser())
     source = Original.open(resolve(src))
     quantization = _choose(source, format)
+    target = free_target(Path(dst).expanduser())
     tensors = source.outgoing("original", quantization)
     shards = in_shards(tensors, max_shard_bytes)
     journal = _Journal(target.parent / f".{target.name}-unfinished", _task(source, format, shards))
