@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from pallas_kernels import Implementation
 from pallas_kernels.fp4 import VALUES_A_WORD
 
 from . import checkpoint
 from .compilation import announce, enable_cache
 from .config import InklingConfig, Layout
-from .decode.engine import Engine, chunk_rows
+from .decode.engine import Engine, choose_implementation, chunk_rows
 from .decode.request import Prompt, as_array, is_single, make_requests, token_ids
 from .decode.session import Completion, Session, Statistics
 from .nn import abstract_parameters
@@ -128,13 +129,14 @@ class Inkling:
         params: Mapping[str, Array],
         tokenizer: Tokenizer | None = None,
         directory: Path | None = None,
+        implementation: Implementation | None = None,
     ):
-        """Raises ValueError when `params` are not exactly those of `config`."""
+        """`implementation` as in `load`. Raises ValueError when `params` are not exactly those of `config`."""
         dtype = params["embed.weight"].dtype if "embed.weight" in params else jnp.dtype("bfloat16")
         self.quantization = quantization_of(params)
         _check_params(params, abstract_parameters(config, dtype, self.quantization))
         self.config, self.params, self.tokenizer, self.directory = config, dict(params), tokenizer, directory
-        self._engine = Engine(config, self.params, dtype)
+        self._engine = Engine(config, self.params, dtype, implementation)
 
     def __repr__(self) -> str:
         size = sum(_weights_in(path, array) for path, array in self.params.items())
@@ -145,6 +147,11 @@ class Inkling:
     @property
     def dtype(self) -> str:
         return str(self._engine.dtype)
+
+    @property
+    def implementation(self) -> Implementation:
+        """What decodes: "xla" is plain JAX; "triton" the kernels of `pallas_kernels`, "interpret" their interpreter."""
+        return self._engine.implementation
 
     def logits(self, tokens: Any) -> Array:
         """Teacher-forced logits: ints [T] or [B, T] to float32 [.., T, real vocabulary].
@@ -297,15 +304,22 @@ def _check_params(params: Mapping[str, Array], expected: Mapping[str, jax.ShapeD
 
 
 def load(
-    path: str | os.PathLike[str], dtype: str = "bfloat16", progress: bool = True, quantization: str = "keep"
+    path: str | os.PathLike[str],
+    dtype: str = "bfloat16",
+    progress: bool = True,
+    quantization: str = "keep",
+    implementation: Implementation | None = None,
 ) -> Inkling:
     """Loads a checkpoint: a directory, a hub id, or "nano" for the bundled model.
 
     dtype: "bfloat16" or "float32", of weights and activations. progress: a bar while weights stream in.
     quantization: "keep" leaves the experts of an NVFP4 or MXFP4 checkpoint in 4 bits, "none" turns them into `dtype`.
+    implementation: what decodes. None takes the kernels ("triton") on an NVIDIA or AMD GPU and plain JAX ("xla")
+    elsewhere; "interpret" runs the kernels in Pallas' interpreter on any machine, slowly, to check them.
     Also turns on the persistent compilation cache (see `inkling_jax.compilation`).
 
-    Raises `CheckpointError` (a ValueError) naming the file, tensor or field at fault.
+    Raises `CheckpointError` (a ValueError) naming the file, tensor or field at fault, `NotImplementedError`
+    where the asked implementation cannot run.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
@@ -314,10 +328,11 @@ def load(
     enable_cache()
     directory = checkpoint.resolve(path)
     config = InklingConfig.from_path(directory)
+    choose_implementation(config, implementation)  # before anything is read
     packed = checkpoint.find_quantization(directory, config) if quantization == "keep" else None
     abstract = abstract_parameters(config, dtype, packed)
     params = checkpoint.load_parameters(directory, config, abstract, progress=progress)
-    return Inkling(config, params, Tokenizer.from_directory(directory), directory)
+    return Inkling(config, params, Tokenizer.from_directory(directory), directory, implementation)
 
 
 def save(model: Inkling, path: str | os.PathLike[str], layout: Layout = "original") -> None:

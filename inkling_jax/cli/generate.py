@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="nano", help='a directory, a hub id, or "nano" (default)')
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
     parser.add_argument(
+        "--implementation",
+        choices=("xla", "triton", "interpret"),
+        help="plain JAX, the GPU kernels, or their interpreter (default: the kernels where there is a GPU)",
+    )
+    parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
         default="keep",
@@ -49,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     prompt = _prompt(arguments)
-    model = load(arguments.model, dtype=arguments.dtype, quantization=arguments.quantization)
+    options = dict(implementation=arguments.implementation, quantization=arguments.quantization)
+    model = load(arguments.model, dtype=arguments.dtype, **options)
     names = ("max_new_tokens", "draft_tokens", "temperature", "top_k", "top_p", "seed", "stop")
     settings = {name: getattr(arguments, name) for name in names}
     if arguments.json:

@@ -94,7 +94,9 @@ class MoE(nnx.Module):
     def __call__(self, x: Float[Array, "B T H"], rows: Rows) -> Float[Array, "B T H"]:
         flat = x.reshape(-1, x.shape[-1])
         scale = self.route_scale * self.router.scale[0]
-        ids, weights = route(flat, self.router.weight[...], self.router.bias[...], scale, self.experts_per_token)
+        ids, weights = route(
+            flat, self.router.weight[...], self.router.bias[...], scale, self.experts_per_token, rows.implementation
+        )
         y = mixture(
             flat,
             ids,

@@ -13,19 +13,8 @@ from ..cache import Cache, Rows
 from ..config import InklingConfig
 from ..ops import linear
 from ..quantization import Format, Quantization
-from .basic import RMSNorm, normal
+from .basic import Embedding, RMSNorm, normal
 from .layer import DecoderLayer, Depth
-
-
-class Embedding(nnx.Module):
-    """Token rows, normed: what the backbone and every depth start from."""
-
-    def __init__(self, config: InklingConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.weight = normal(rngs, (config.vocab_size, config.hidden_size), ("vocab", "hidden"), dtype)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, "hidden", dtype=dtype)
-
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
-        return self.norm(self.weight[...][tokens])
 
 
 class Unembedding(nnx.Module):
@@ -60,7 +49,7 @@ class InklingModel(nnx.Module):
             quantization.check(config)
             formats = [quantization.of_layer(i) for i in range(config.num_layers)]
         self.chained = config.chain_norm
-        self.embed = Embedding(config, dtype=dtype, rngs=rngs)
+        self.embed = Embedding(config.vocab_size, config.hidden_size, config.norm_eps, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
             [
                 DecoderLayer(config, config.is_local(i), config.is_dense(i), formats[i], dtype=dtype, rngs=rngs)
@@ -84,13 +73,16 @@ class InklingModel(nnx.Module):
         """
         rows = rows or _whole(x)
         layers = []
-        for i, layer in enumerate(self.layers):
+        normed = self.layers[0].attn_norm(x)
+        norms = [layer.attn_norm for layer in self.layers[1:]] + [self.norm]
+        for i, (layer, next_norm) in enumerate(zip(self.layers, norms, strict=True)):
             own = None if cache is None else cache.layers[i]
-            x, own = layer(x, rows, own, None if cache is None or own is None else cache.page_table(own))
+            table = None if cache is None or own is None else cache.page_table(own)
+            x, normed, own = layer(x, normed, next_norm, rows, own, table)
             layers.append(own)
         if cache is not None:
             cache = dataclasses.replace(cache, layers=tuple(layers))
-        return self.norm(x), cache
+        return normed, cache
 
     def logits(self, h: Float[Array, "B T H"]) -> Float[Array, "B T V"]:
         """float32 logits over the real vocabulary: `(h / divisor) U^T`. Of the final norm's output, or of a depth's."""
@@ -100,20 +92,20 @@ class InklingModel(nnx.Module):
         self,
         d: int,
         h_prev: Float[Array, "B T H"],
-        e: Float[Array, "B T H"],
+        tokens: Int[Array, "B T"],
         rows: Rows | None = None,
         cache: Cache | None = None,
     ) -> tuple[Float[Array, "B T H"], Cache | None]:
-        """Depth `d` on rows i: from `h_prev[i]` and the embedding of token i + d + 1, the row that predicts i + d + 2.
+        """Depth `d` on rows i: from `h_prev[i]` and token i + d + 1, the row that predicts token i + d + 2.
 
-        `h_prev` is what `hidden` gave for d = 0 and what depth d - 1 gave otherwise.
+        `h_prev` is what `hidden` gave for d = 0 and what depth d - 1 gave otherwise, `tokens` those at i + d + 1.
         """
         rows = rows or _whole(h_prev)
         own = None if cache is None else cache.depths[d]
         table = None if cache is None or own is None else cache.page_table(own)
-        out, own = self.mtp[d](h_prev, e, rows, own, table)
-        if self.chained:  # its output is what the logits and the next depth take (vLLM, SGLang, transformers)
-            out = self.mtp_chain_norm(out)
+        # The chain norm's output is what the logits and the next depth take (vLLM, SGLang, transformers).
+        chain_norm = self.mtp_chain_norm if self.chained else None
+        out, own = self.mtp[d](h_prev, tokens, self.embed, chain_norm, rows, own, table)
         if cache is not None and own is not None:
             cache = dataclasses.replace(cache, depths=(*cache.depths[:d], own, *cache.depths[d + 1 :]))
         return out, cache

@@ -99,53 +99,54 @@ def live_chunks(plan: Plan, length: jax.Array) -> jax.Array:
     return divide_up(length - first_key(plan, length), plan.chunk)
 
 
-def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, *refs, plan: Plan):
+def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, count_ref, *refs, plan: Plan):
     """Attention of one tile of query rows over one chunk of the context."""
     sequence, pair, chunk = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     head, tile = divide(pair, plan.tiles), remainder(pair, plan.tiles)
     extra = list(refs)
     tau_ref = extra.pop(0) if plan.tau else None
-    length = length_ref[sequence]
+    length, count = length_ref[sequence], count_ref[sequence]
     low = first_key(plan, length) + chunk * plan.chunk
 
     flat = tile * plan.tile_rows + jnp.arange(plan.tile_rows, dtype=jnp.int32)
-    row, real = divide(flat, plan.group), flat < plan.rows * plan.group
+    row = divide(flat, plan.group)
+    stored, real = flat < plan.rows * plan.group, row < jnp.minimum(count, plan.rows)
     query_head = head * plan.group + remainder(flat, plan.group)
     columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
     place = (sequence, row[:, None], query_head[:, None], columns[None, :])
-    inside = real[:, None] & (columns < plan.head_dim)[None, :]
+    whole = (columns < plan.head_dim)[None, :]
 
     def run():
-        q = plt.load(q_ref.at[place], mask=inside, other=0)
+        q = plt.load(q_ref.at[place], mask=real[:, None] & whole, other=0)
         factor = flash.LOG2E
         if tau_ref is not None:
             factor *= plt.load(tau_ref.at[sequence, row], mask=real, other=1).astype(jnp.float32)[:, None]
-        bias = make_bias(plan, extra, sequence, tile, row, query_head, real, length)
+        bias = make_bias(plan, extra, sequence, tile, row, query_head, real, length - count)
         pages = functools.partial(load_pages, plan, table_ref, sequence, length)
         keys = functools.partial(load_block, plan, k_ref, v_ref, head, length)
-        return walk(plan, q, row, length, low, factor, pages, keys, bias)
+        out, log_sum = walk(plan, q, row, length, length - count, low, factor, pages, keys, bias)
+        return jnp.where(real[:, None], out, 0.0), log_sum
 
     if plan.chunks == 1:
         out, _ = run()
-        plt.store(refs[-1].at[place], out.astype(refs[-1].dtype), mask=inside)
+        plt.store(refs[-1].at[place], out.astype(refs[-1].dtype), mask=stored[:, None] & whole)
         return
 
     @pl.when(low < length)
     def _():
         out_ref, sum_ref = refs[-2:]
         out, log_sum = run()
-        plt.store(out_ref.at[(sequence, chunk, *place[1:])], out, mask=inside)
-        plt.store(sum_ref.at[sequence, chunk, row, query_head], log_sum, mask=real)
+        plt.store(out_ref.at[(sequence, chunk, *place[1:])], out, mask=stored[:, None] & whole)
+        plt.store(sum_ref.at[sequence, chunk, row, query_head], log_sum, mask=stored)
 
 
-def walk(plan: Plan, q, row, length, low, factor, pages, keys, bias):
+def walk(plan: Plan, q, row, length, oldest, low, factor, pages, keys, bias):
     """The softmax over one chunk: far blocks (no bias, nothing of the future), then near ones.
 
     Each step looks up the next block's page and hands it on. Looked up in its own step, the page would take up a stage of
     Triton's pipeline, and with it a buffer of keys and values: at 4 stages one block would be in flight and not three.
     """
     high = jnp.minimum(low + plan.chunk, length)
-    oldest = length - plan.rows
     begin = divide(low, plan.block)
     end = jnp.maximum(divide_up(jnp.maximum(high, 0), plan.block), begin)
     far = divide(jnp.maximum(oldest - plan.extent + 1, 0), plan.block)
@@ -198,7 +199,7 @@ def load_block(plan: Plan, k_ref, v_ref, head, length, start, page, near: bool):
     return key, plt.load(k_ref.at[at], mask=mask, other=other), plt.load(v_ref.at[at], mask=mask, other=other)
 
 
-def make_bias(plan: Plan, refs, sequence, tile, row, query_head, real, length):
+def make_bias(plan: Plan, refs, sequence, tile, row, query_head, real, oldest):
     """The function that gives the bias [tile rows, block] of a block's keys, or None."""
     if plan.bias == "none":
         return None
@@ -222,7 +223,7 @@ def make_bias(plan: Plan, refs, sequence, tile, row, query_head, real, length):
 
     def project(key, distance):
         del distance
-        at = (length - plan.rows + first - key)[:, None] * plan.rel_dim + wide[None, :]
+        at = (oldest + first - key)[:, None] * plan.rel_dim + wide[None, :]
         inside = (at >= 0) & (at < plan.extent * plan.rel_dim) & (wide < plan.span * plan.rel_dim)[None, :]
         return flash.dot_transposed(r, plt.load(flat_ref.at[at], mask=inside, other=0))
 
@@ -254,7 +255,7 @@ def combine_kernel(part_ref, sum_ref, length_ref, out_ref, *, plan: Plan):
 
 
 def run(
-    q, k_pages, v_pages, page_table, lengths, *, rel_logits, r, rel_proj, tau, scale, extent, window, implementation,
+    q, k_pages, v_pages, page_table, lengths, *, count, rel_logits, r, rel_proj, tau, scale, extent, window, implementation,
     tiles: Tiles | None = None,
 ):  # fmt: skip
     """The arguments of the public function, checked; `tiles` None chooses for the card."""
@@ -273,7 +274,7 @@ def run(
     )  # fmt: skip
     # A caller that keeps rel_proj transposed, [X, R], and passes its .T pays nothing for this one: XLA drops the pair.
     flat = None if r is None else rel_proj[:, :extent].T.reshape(-1)
-    operands = [q, k_pages, v_pages, page_table, lengths, tau, rel_logits, r, flat]
+    operands = [q, k_pages, v_pages, page_table, lengths, count, tau, rel_logits, r, flat]
     call = functools.partial(dispatch.pallas_call, op="rel_paged_attention", implementation=implementation)
     result = jax.ShapeDtypeStruct(q.shape, q.dtype)
     parts = [

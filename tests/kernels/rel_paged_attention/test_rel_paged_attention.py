@@ -187,8 +187,8 @@ BROKEN = {
 
 
 def shifted_bias(whole):
-    def make(plan, refs, sequence, tile, row, query_head, real, length):
-        bias = whole(plan, refs, sequence, tile, row, query_head, real, length)
+    def make(plan, refs, sequence, tile, row, query_head, real, oldest):
+        bias = whole(plan, refs, sequence, tile, row, query_head, real, oldest)
         return lambda key, distance: bias(key - 1, distance + 1)
 
     return make
