@@ -70,6 +70,15 @@ def test_the_metadata_may_have_a_file_of_their_own(tmp_path: Path, spelling: str
     assert_same(load(directory), made.params)
 
 
+@pytest.mark.parametrize("stem", ["_weight.weight_", "_weight_"])
+def test_other_joints_in_the_names_of_packed_tensors(tmp_path: Path, stem: str) -> None:
+    made = handmade.make("compressed")
+    tensors = {
+        name.replace(".weight_", stem) if name.startswith(EXPERTS) else name: x for name, x in made.tensors.items()
+    }
+    assert_same(load(tiny.write(tmp_path / "model", tensors, made.raw)), made.params)
+
+
 @pytest.mark.parametrize("names", ["model.language_model", "model"])
 def test_the_other_layout_with_gate_rows_first(tmp_path: Path, names: str) -> None:
     """Rows of the weights and of their scales in the order of transformers' layout."""
