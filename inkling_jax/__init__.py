@@ -1,5 +1,6 @@
 """Inkling in JAX: load a checkpoint, generate text with drafts from its own MTP depths, convert and inspect."""
 
+from .checkpoint import quantize
 from .config import InklingConfig
 from .errors import CheckpointError, ConfigError
 from .model import Completion, Generation, Inkling, Statistics, Stream, load, save
@@ -16,6 +17,7 @@ __all__ = [
     "Statistics",
     "Stream",
     "load",
+    "quantize",
     "save",
     "__version__",
 ]

@@ -14,6 +14,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import Implementation
+
 from .config import InklingConfig
 
 PAGE_SIZE = 64
@@ -25,10 +27,14 @@ Leaf = Any  # an array, or what stands in for one while JAX takes a tree apart a
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """New rows of a batch: row t of sequence b stands at position `start[b] + t` and is real when `t < count[b]`."""
+    """New rows of a batch: row t of sequence b stands at position `start[b] + t` and is real when `t < count[b]`.
+
+    `implementation` runs them where there is a cache: "xla" is plain JAX, "triton" and "interpret" the kernels.
+    """
 
     start: Leaf  # int32 [B]
     count: Leaf  # int32 [B]
+    implementation: Implementation = field(default="xla", metadata=STATIC)
 
     def positions(self, new: int) -> Int[Array, "B T"]:
         return self.start[:, None] + jnp.arange(new, dtype=jnp.int32)
@@ -124,6 +130,11 @@ class Cache:
     depths: tuple[LayerCache, ...]
     global_pages: Leaf  # int32 [B, pages]
     local_pages: Leaf  # int32 [B, pages]
+    implementation: Implementation = field(default="xla", metadata=STATIC)
+
+    def rows(self, start: Int[Array, " B"], count: Int[Array, " B"]) -> Rows:
+        """New rows that continue this cache."""
+        return Rows(start, count, self.implementation)
 
     def page_table(self, layer: LayerCache) -> Int[Array, "B pages"]:
         return self.global_pages if layer.kv.ring is None else self.local_pages
@@ -149,7 +160,9 @@ class CacheShape:
         return min(self.width, -(-rows // self.page_size))
 
 
-def make_cache(config: InklingConfig, shape: CacheShape, dtype: DTypeLike) -> Cache:
+def make_cache(
+    config: InklingConfig, shape: CacheShape, dtype: DTypeLike, implementation: Implementation = "xla"
+) -> Cache:
     """An empty cache. Its page tables are unallocated; `allocate_pages` makes real ones."""
     layers = [config.is_local(i) for i in range(config.num_layers)]
     depths = [config.mtp_is_local(d) for d in range(shape.drafts)]
@@ -159,6 +172,7 @@ def make_cache(config: InklingConfig, shape: CacheShape, dtype: DTypeLike) -> Ca
         depths=tuple(_layer_cache(config, local, shape, dtype) for local in depths),
         global_pages=table,
         local_pages=table + 0,  # two arrays: a donated one may not be given twice
+        implementation=implementation,
     )
 
 

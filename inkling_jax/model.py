@@ -10,16 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from pallas_kernels import Implementation
+from pallas_kernels.fp4 import VALUES_A_WORD
+
 from . import checkpoint
 from .compilation import announce, enable_cache
 from .config import InklingConfig, Layout
-from .decode.engine import Engine, chunk_rows
+from .decode.engine import Engine, choose_implementation, chunk_rows
 from .decode.request import Prompt, as_array, is_single, make_requests, token_ids
 from .decode.session import Completion, Session, Statistics
 from .nn import abstract_parameters
+from .quantization import quantization_of
 from .tokenizer import Tokenizer
 
 DTYPES = ("bfloat16", "float32")
+QUANTIZATIONS = ("keep", "none")
 DEFAULT_DRAFTS = 4  # nano, 8 prompts, one H200, 2026-11-30: 3.1k, 3.5k, 4.0k, 3.9k tokens/s with 1, 2, 3, 4 drafts
 ROUNDS_PER_LOOK = 32  # rounds on the device between two looks of the host: Ctrl-C and stop texts wait for no more
 ROUNDS_PER_PIECE = 4  # the same for a stream, whose reader is waiting
@@ -112,7 +117,11 @@ def _settled(text: str, stops: tuple[str, ...]) -> str:
 
 
 class Inkling:
-    """A model: `config`, `tokenizer` (None where the checkpoint has none) and `params`, arrays by dotted path."""
+    """A model: `config`, `tokenizer` (None where the checkpoint has none) and `params`, arrays by dotted path.
+
+    Of routed experts in 4 bits, `params` has the words, the block scales and in NVFP4 the experts' scales, as
+    `layers.3.mlp.experts.w13.codes`, `.scales` and `.expert_scale`; `quantization` says which layers have such.
+    """
 
     def __init__(
         self,
@@ -120,21 +129,29 @@ class Inkling:
         params: Mapping[str, Array],
         tokenizer: Tokenizer | None = None,
         directory: Path | None = None,
+        implementation: Implementation | None = None,
     ):
-        """Raises ValueError when `params` are not exactly those of `config`."""
+        """`implementation` as in `load`. Raises ValueError when `params` are not exactly those of `config`."""
         dtype = params["embed.weight"].dtype if "embed.weight" in params else jnp.dtype("bfloat16")
-        _check_params(params, abstract_parameters(config, dtype))
+        self.quantization = quantization_of(params)
+        _check_params(params, abstract_parameters(config, dtype, self.quantization))
         self.config, self.params, self.tokenizer, self.directory = config, dict(params), tokenizer, directory
-        self._engine = Engine(config, self.params, dtype)
+        self._engine = Engine(config, self.params, dtype, implementation)
 
     def __repr__(self) -> str:
-        size = sum(array.size for array in self.params.values())
+        size = sum(_weights_in(path, array) for path, array in self.params.items())
         config = self.config
-        return f"Inkling({size:,} parameters, {config.num_layers} layers, {config.mtp_depths} MTP depths, {self.dtype})"
+        dtype = f"{self.dtype}, experts in {self.quantization.format}" if self.quantization else self.dtype
+        return f"Inkling({size:,} parameters, {config.num_layers} layers, {config.mtp_depths} MTP depths, {dtype})"
 
     @property
     def dtype(self) -> str:
         return str(self._engine.dtype)
+
+    @property
+    def implementation(self) -> Implementation:
+        """What decodes: "xla" is plain JAX; "triton" the kernels of `pallas_kernels`, "interpret" their interpreter."""
+        return self._engine.implementation
 
     def logits(self, tokens: Any) -> Array:
         """Teacher-forced logits: ints [T] or [B, T] to float32 [.., T, real vocabulary].
@@ -268,6 +285,12 @@ class Inkling:
         return found if ids.ndim == 2 else found[0]
 
 
+def _weights_in(path: str, array: Array) -> int:
+    """How many weights of the model an array holds: of packed ones the words hold eight each and the scales none."""
+    leaf = path.rpartition(".")[2]
+    return 0 if leaf in ("scales", "expert_scale") else array.size * (VALUES_A_WORD if leaf == "codes" else 1)
+
+
 def _check_params(params: Mapping[str, Array], expected: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     wrong = [f"{path}: missing" for path in expected if path not in params]
     wrong += [f"{path}: unexpected" for path in params if path not in expected]
@@ -280,21 +303,36 @@ def _check_params(params: Mapping[str, Array], expected: Mapping[str, jax.ShapeD
         raise ValueError("the parameters do not fit the config:\n  " + "\n  ".join(wrong))
 
 
-def load(path: str | os.PathLike[str], dtype: str = "bfloat16", progress: bool = True) -> Inkling:
+def load(
+    path: str | os.PathLike[str],
+    dtype: str = "bfloat16",
+    progress: bool = True,
+    quantization: str = "keep",
+    implementation: Implementation | None = None,
+) -> Inkling:
     """Loads a checkpoint: a directory, a hub id, or "nano" for the bundled model.
 
     dtype: "bfloat16" or "float32", of weights and activations. progress: a bar while weights stream in.
+    quantization: "keep" leaves the experts of an NVFP4 or MXFP4 checkpoint in 4 bits, "none" turns them into `dtype`.
+    implementation: what decodes. None takes the kernels ("triton") on an NVIDIA or AMD GPU and plain JAX ("xla")
+    elsewhere; "interpret" runs the kernels in Pallas' interpreter on any machine, slowly, to check them.
     Also turns on the persistent compilation cache (see `inkling_jax.compilation`).
 
-    Raises `CheckpointError` (a ValueError) naming the file, tensor or field at fault.
+    Raises `CheckpointError` (a ValueError) naming the file, tensor or field at fault, `NotImplementedError`
+    where the asked implementation cannot run.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, found {quantization!r}")
     enable_cache()
     directory = checkpoint.resolve(path)
     config = InklingConfig.from_path(directory)
-    params = checkpoint.load_parameters(directory, config, abstract_parameters(config, dtype), progress=progress)
-    return Inkling(config, params, Tokenizer.from_directory(directory), directory)
+    choose_implementation(config, implementation)  # before anything is read
+    packed = checkpoint.find_quantization(directory, config) if quantization == "keep" else None
+    abstract = abstract_parameters(config, dtype, packed)
+    params = checkpoint.load_parameters(directory, config, abstract, progress=progress)
+    return Inkling(config, params, Tokenizer.from_directory(directory), directory, implementation)
 
 
 def save(model: Inkling, path: str | os.PathLike[str], layout: Layout = "original") -> None:

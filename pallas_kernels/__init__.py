@@ -1,5 +1,6 @@
 """Fused GPU kernels for the Inkling language model, for NVIDIA and AMD, usable from any JAX program."""
 
+from pallas_kernels._dispatch import Implementation, resolve
 from pallas_kernels.embed_dual_norm_cat import embed_dual_norm_cat
 from pallas_kernels.embed_norm import embed_norm
 from pallas_kernels.moe import moe
@@ -10,6 +11,7 @@ from pallas_kernels.router import router
 from pallas_kernels.short_conv import short_conv, short_conv_add_norm
 
 __all__ = [
+    "Implementation",
     "QKVR",
     "embed_dual_norm_cat",
     "embed_norm",
@@ -17,6 +19,7 @@ __all__ = [
     "qkvr_prep",
     "rel_attention",
     "rel_paged_attention",
+    "resolve",
     "router",
     "short_conv",
     "short_conv_add_norm",

@@ -1,4 +1,4 @@
-"""The residual depthwise causal convolution and its position-addressed ring: the definition, and one row of a kernel.
+"""The residual depthwise causal convolution and its position-addressed ring: the definition, and a kernel's parts.
 
 Row t of sequence b stands at position start[b] + t and is real when t < count[b]; position p lives in row p % R of the
 ring. A launch reads ring rows before `start` and writes rows from `start` on. As long as R >= T + W - 1 these never
@@ -8,6 +8,7 @@ sequence's first rows touches the ring: it reads them first, and writes when it 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,9 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels._dispatch import check_float, check_index, check_shape, next_power_of_2
 
-Write = Callable[[jax.Array, jax.Array, jax.Array], None]  # (row, ring slot, whether to)
-Load = Callable[[jax.Array, jax.Array | bool], jax.Array]  # (row, whether to) -> one float32 tile, 0 where not loaded
+Tiles = list[jax.Array]
+Store = Callable[[jax.Array, Tiles, jax.Array | bool], None]  # (ring slot, the row, whether to)
+Load = Callable[[jax.Array, jax.Array | bool], Tiles]  # (row, whether to) -> the row as stored, 0 where not loaded
 
 
 def real_rows(count: Int32[Array, " B"], rows: int) -> Bool[Array, "B T"]:
@@ -84,27 +86,49 @@ class RowPlan:
     block: int
 
     @classmethod
-    def of(cls, rows: int, ring_rows: int, taps: int) -> "RowPlan":
-        """Blocks are longer than the taps, so that only a sequence's first block looks at the ring."""
-        apart = ring_rows >= rows + taps - 1
-        return cls(rows, ring_rows, 1 if apart else next_power_of_2(max(taps - 1, 4)))
+    def of(cls, batch: int, rows: int, ring_rows: int, taps: int) -> "RowPlan":
+        """Blocks are longer than the taps, so that only a sequence's first block looks at the ring.
+
+        They grow with the rows: a long block loads the taps once, a short one leaves work for every multiprocessor.
+        """
+        if ring_rows >= rows + taps - 1:
+            return cls(rows, ring_rows, 1)
+        return cls(rows, ring_rows, next_power_of_2(max(taps - 1, 4, min(batch * rows // 512, 16))))
 
     @property
     def programs(self) -> int:
         return pl.cdiv(self.rows, self.block)
 
-    def for_each_row(self, program: jax.Array, body: Callable[[jax.Array], None]) -> None:
-        """Run `body(t)` for the rows of a program, counted along the sequence."""
+    def loads(self, row: jax.Array, count: jax.Array) -> jax.Array | bool:
+        """Whether to load a row of the launch. A row alone does not wait for the count: it is there, real or not."""
+        return True if self.block == 1 else row < count
+
+    def rows_before(
+        self, program: jax.Array, start: jax.Array, taps: int, load_new: Load, load_ring: Load
+    ) -> list[Tiles]:
+        """The taps - 1 rows before a program's first one: of this launch, or from the ring; zeros before position 0."""
+
+        def row_at(row: jax.Array) -> Tiles:
+            ring = load_ring(jnp.maximum(start + row, 0) % self.ring_rows, (row < 0) & (start + row >= 0))
+            if self.rows == 1:
+                return ring
+            new = load_new(jnp.maximum(row, 0), row >= 0)
+            return [jnp.where(row >= 0, *pair) for pair in zip(new, ring, strict=True)]
+
+        return [row_at(program * self.block - back) for back in range(taps - 1, 0, -1)]
+
+    def for_each_row(self, program: jax.Array, body: Callable, carry: Any) -> None:
+        """Run `carry = body(t, carry)` for the rows of a program, counted along the sequence."""
         first = program * self.block
         if self.block == 1:
-            body(first)
+            body(first, carry)
         else:
-            jax.lax.fori_loop(first, jnp.minimum(first + self.block, self.rows), lambda t, _: body(t), None)
+            jax.lax.fori_loop(first, jnp.minimum(first + self.block, self.rows), body, carry)
 
-    def write_ring(self, program: jax.Array, start: jax.Array, count: jax.Array, write: Write, barrier: bool) -> None:
-        """Call `write` for the rows whose ring slot is this program's to write."""
+    def write_ring(self, program, start, count, load_new: Load, store: Store, barrier: bool) -> None:
+        """Store the rows whose ring slot is this program's to write: its own, or all of the sequence's."""
         if self.block == 1:
-            write(program, (start + program) % self.ring_rows, program < count)
+            store((start + program) % self.ring_rows, load_new(program, True), program < count)
             return
 
         @pl.when(program == 0)
@@ -112,39 +136,38 @@ class RowPlan:
             if barrier:  # other warps of this block may still be reading the rows that are about to go
                 plt.debug_barrier()
             oldest = jnp.maximum(count - self.ring_rows, 0)
-            steps = jnp.minimum(count, self.ring_rows)
-            jax.lax.fori_loop(
-                0,
-                steps,
-                lambda i, _: write(oldest + i, (start + oldest + i) % self.ring_rows, oldest + i < count),
-                None,
-            )
+
+            def step(t, _):
+                store((start + t) % self.ring_rows, load_new(t, True), True)
+
+            jax.lax.fori_loop(oldest, count, step, None)
 
 
-def load_taps(ref, index: tuple[jax.Array, ...], mask: jax.Array) -> list[jax.Array]:
-    """The taps `ref[*index, :]`, a float32 tile per tap, 0 where the mask is false.
+def load_taps(ref, taps: int, channel: jax.Array, mask: jax.Array | None, first: jax.Array | int | None) -> Tiles:
+    """The taps of a tile of channels, a tile for each tap, from weights [C * W]; anything where the mask is false.
 
-    A channel's taps lie side by side, so they are loaded together and taken apart in registers: one strided load per
-    tap would be 2 bytes wide.
+    A channel's taps lie side by side, so they are loaded together and parted in registers: one strided load for each
+    would be 2 bytes wide. `first` is given where the tile's channels follow one another: then a thread that holds two
+    channels of a row loads its own taps, 16 bytes of them, and none is exchanged.
     """
-    width = ref.shape[-1]
-    column = jnp.arange(next_power_of_2(width)).reshape((1,) * mask.ndim + (-1,))
-    at = ref.at[(*(i[..., None] for i in index), column)]
-    taps = plt.load(at, mask=mask[..., None] & (column < width), other=0.0).astype(jnp.float32)
-    return [jnp.sum(jnp.where(column == j, taps, 0.0), axis=-1) for j in range(width)]
+    padded, shape = next_power_of_2(taps), channel.shape
+    if first is not None and padded == taps:
+        at = first * taps + jnp.arange(channel.size * taps)
+        inside = None if mask is None else at < ref.shape[0]
+    else:
+        tap = jnp.arange(padded)
+        at = (channel[..., None] * taps + tap).reshape(-1, padded)
+        inside = jnp.broadcast_to(tap < taps, at.shape)
+        inside = inside if mask is None else inside & (at < ref.shape[0])
+    loaded = plt.load(ref.at[at], mask=inside, other=None if inside is None else 0.0).reshape(-1, padded)
+    parts = jax.lax.split(loaded, [1] * padded, axis=1) if padded > 1 else [loaded]
+    return [part.reshape(shape) for part in parts[:taps]]
 
 
-def conv_row(t, start, plan: RowPlan, taps: list[jax.Array], load_new: Load, load_ring: Load) -> jax.Array:
-    """Row t of the convolution in float32, before its rounding; loads its own row and those before it."""
-    x = load_new(t, True)
-    total = jnp.zeros_like(x)
-    for j, tap in enumerate(taps):
-        back = len(taps) - 1 - j
-        row = t - back
-        value = x
-        if back > 0:
-            value = load_ring(jnp.maximum(start + row, 0) % plan.ring_rows, (row < 0) & (start + row >= 0))
-        if 0 < back < plan.rows:
-            value = jnp.where(row >= 0, load_new(jnp.maximum(row, 0), row >= 0), value)
-        total = total + tap * value
-    return total + x
+def convolve(window: Sequence[jax.Array], taps: Tiles) -> jax.Array:
+    """One row's convolution in float32, before its rounding, from its own row and those before it, oldest first."""
+    x = [row.astype(jnp.float32) for row in window]
+    total = jnp.zeros_like(x[-1])
+    for tap, row in zip(taps, x, strict=True):
+        total = total + tap.astype(jnp.float32) * row
+    return total + x[-1]

@@ -180,6 +180,12 @@ def warn_of_command_buffers(where: Target) -> None:
         )
 
 
+def fence(on_a_card: bool) -> None:
+    """Keep the loads before this point ahead of those behind it: the compiler would move them down to their uses."""
+    if on_a_card:
+        plt.debug_barrier()
+
+
 def next_power_of_2(n: int) -> int:
     """The least power of two that is at least n: the size of a tile that covers n columns."""
     return 1 << max(n - 1, 0).bit_length()

@@ -28,14 +28,28 @@ def rms_norm(x: Float[Array, "... H"], weight: Float[Array, " H"], eps: float) -
 
 def norm_tiles(x: Tiles, weight: Tiles, width: int, eps: float) -> Tiles:
     """`rms_norm` of one row of `width` columns before its rounding; lanes past the width hold 0."""
-    total = sum((jnp.sum(tile * tile) for tile in x[1:]), jnp.sum(x[0] * x[0]))
-    scale = lax.rsqrt(total / width + eps)
-    return [tile * scale * w for tile, w in zip(x, weight, strict=True)]
+    x = [tile.astype(jnp.float32) for tile in x]
+    squares = sum((tile * tile for tile in x[1:]), start=x[0] * x[0])
+    scale = lax.rsqrt(jnp.sum(squares) / width + eps)
+    return [tile * scale * w.astype(jnp.float32) for tile, w in zip(x, weight, strict=True)]
 
 
 def rounded(tiles: Tiles, dtype: jnp.dtype) -> Tiles:
     """The tiles as they would come back from memory: one rounding to dtype, held in float32."""
     return [tile.astype(dtype).astype(jnp.float32) for tile in tiles]
+
+
+def both(mask: jax.Array | None, whether: jax.Array | bool, shape: tuple[int, ...]) -> jax.Array | None:
+    """The mask of a tile that is there only if `whether`; None where nothing is masked."""
+    if isinstance(whether, bool):
+        return mask if whether else jnp.zeros(shape, bool)
+    whether = jnp.broadcast_to(whether, shape)
+    return whether if mask is None else mask & whether
+
+
+def load_stored(ref, mask: jax.Array | None) -> jax.Array:
+    """A tile in the type it is stored in, 0 where it is masked."""
+    return plt.load(ref, mask=mask, other=None if mask is None else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +81,8 @@ class Columns:
         return [self.range_of(index) for index in range(self.count)]
 
     def load(self, ref, *index) -> Tiles:
-        """Row `ref[*index, :width]` in float32."""
-        return [
-            plt.load(ref.at[(*index, cols)], mask=mask, other=None if mask is None else 0.0).astype(jnp.float32)
-            for cols, mask in self.ranges()
-        ]
+        """Row `ref[*index, :width]` in the type it is stored in."""
+        return [load_stored(ref.at[(*index, cols)], mask) for cols, mask in self.ranges()]
 
     def store(self, ref, tiles: Tiles, *index, start: int = 0) -> None:
         """Write the row to `ref[*index, start:start + width]`, rounded to the type of ref."""

@@ -66,13 +66,13 @@ def chunked(engine):
         def rows(end):
             return Rows(first, jnp.clip(end - start, 0, chunk))
 
-        def embedded(shift):
-            return model.embed(jax.lax.dynamic_slice_in_dim(tokens, start + shift, chunk, axis=1))
+        def shifted(by):
+            return jax.lax.dynamic_slice_in_dim(tokens, start + by, chunk, axis=1)
 
-        h, cache = model.hidden(embedded(0), rows(length), cache)
+        h, cache = model.hidden(model.embed(shifted(0)), rows(length), cache)
         logits = [model.logits(h)]
         for d in range(DEPTHS):
-            h, cache = model.depth(d, h, embedded(d + 1), rows(length - d - 1), cache)
+            h, cache = model.depth(d, h, shifted(d + 1), rows(length - d - 1), cache)
             logits.append(model.logits(h))
         return logits, cache
 

@@ -4,10 +4,9 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -26,30 +25,47 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
 }
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+# The same and what quantised weights are made of, which is read as the bytes that it is.
+STORED = DTYPES | {
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I64": np.dtype(np.int64),
+}
+_CODES = {dtype: code for code, dtype in STORED.items()}
 
 _PIECE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor in a file: its name, dtype code as the format spells it, and shape."""
+    """A tensor in a file: its name, dtype code as the format spells it, shape, and where its first byte is."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element; 1 for a dtype that is not read."""
+        return STORED[self.dtype].itemsize if self.dtype in STORED else 1
 
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+    def part(self, i: int, n: int) -> "Tensor":
+        """The i-th of n equal parts along the first axis, as a tensor of its own."""
+        shape = (self.shape[0] // n, *self.shape[1:])
+        return replace(self, shape=shape, offset=self.offset + i * math.prod(shape) * self.itemsize)
+
+
+def _validate(file: Path) -> None:
+    """Raises `CheckpointError` unless the header is sound and the file as long as it says."""
     try:
-        with safe_open(file, framework="numpy") as handle:
-            yield handle
+        with safe_open(file, framework="numpy"):
+            pass
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file") from None
     except (SafetensorError, OSError) as error:
@@ -115,58 +131,105 @@ def _add(found: dict[str, Tensor], index: dict[str, str], file: Path) -> list[st
 
 
 def _headers(file: Path) -> Iterator[Tensor]:
-    with _opened(file) as handle:
-        for name in handle.keys():  # noqa: SIM118 (not a mapping)
-            part = handle.get_slice(name)
-            yield Tensor(name, file, part.get_dtype(), tuple(part.get_shape()))
+    _validate(file)
+    with file.open("rb") as raw:
+        size = int.from_bytes(raw.read(8), "little")
+        header = json.loads(raw.read(size))
+    for name, spec in header.items():
+        if name != "__metadata__":
+            yield Tensor(name, file, spec["dtype"], tuple(spec["shape"]), 8 + size + spec["data_offsets"][0])
 
 
 def read_into(view: np.ndarray, tensor: Tensor) -> None:
-    """Copy a tensor into a view whose elements are in its order, converting the dtype.
+    """Copy a tensor into a view whose elements are in its order, converting the dtype; float8 goes into bytes as bits.
 
-    The file is mapped anew for each piece: pages of a mapping count as this process's memory for as long as it lives.
+    Read in pieces, not mapped: pages of a mapping count as this process's memory for as long as it lives. Raises
+    `CheckpointError` when the file has become shorter than its header said.
     """
-    rows = tensor.shape[0] // len(view)
-    step = max(1, _PIECE_BYTES * len(view) // max(1, tensor.size * DTYPES[tensor.dtype].itemsize))
+    width = tensor.size // max(1, len(view)) * tensor.itemsize
+    step = max(1, _PIECE_BYTES // max(1, width))
     for start in range(0, len(view), step):
         target = view[start : start + step]
-        with _opened(tensor.file) as handle:
-            piece = handle.get_slice(tensor.name)[start * rows : (start + len(target)) * rows]
-            target[...] = piece.reshape(target.shape)
+        try:
+            piece = np.fromfile(tensor.file, np.uint8, len(target) * width, offset=tensor.offset + start * width)
+        except OSError as error:
+            raise CheckpointError(f"{tensor.file}: cannot be read: {error.strerror}") from None
+        if len(piece) < len(target) * width:
+            raise CheckpointError(f"{tensor.file}: cut short within {tensor.name}")
+        if view.dtype != np.uint8:
+            piece = piece.view(STORED[tensor.dtype])
+        target[...] = piece.reshape(target.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A tensor to be written: `load` yields a view whose elements are in the tensor's order."""
+class Spec:
+    """Name, dtype and shape of a tensor to be written."""
 
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    load: Callable[[], np.ndarray]
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_shards(directory: Path, tensors: list[Outgoing], max_shard_bytes: int, progress: bool) -> None:
-    """Write tensors as numbered shards with an index. Holds one tensor at a time.
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """Tensors that are made together, and so stand in one file.
+
+    `load` yields what comes next of each, as often as it takes: arrays whose bytes are in the tensors' order.
+    """
+
+    specs: tuple[Spec, ...]
+    load: Callable[[], Iterator[tuple[np.ndarray, ...]]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+
+class Journal(Protocol):
+    """Remembers which shards are finished, so that writing can go on after it was cut off."""
+
+    def holds(self, file: Path) -> bool:
+        """Whether a shard was finished, and is as it was then."""
+        ...
+
+    def add(self, file: Path) -> None:
+        """Note that a shard is finished."""
+        ...
+
+
+def write_shards(
+    directory: Path,
+    shards: list[list[Outgoing]],
+    progress: bool,
+    *,
+    label: str = "writing",
+    journal: Journal | None = None,
+) -> dict[str, Any]:
+    """Write tensors as numbered shards; the index, for the caller to write last. Holds what one `load` yields.
 
     The library's own writer wants every tensor of a file in memory at once, hence this one.
     """
-    shards = _sharded(tensors, max_shard_bytes)
-    total = sum(tensor.nbytes for tensor in tensors)
+    total = sum(outgoing.nbytes for shard in shards for outgoing in shard)
     weight_map: dict[str, str] = {}
-    with progress_bar("writing", total, progress) as bar:
+    with progress_bar(label, total, progress) as bar:
         for i, shard in enumerate(shards):
-            name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-            _write_shard(directory / name, shard, bar)
-            weight_map |= {tensor.name: name for tensor in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(directory / INDEX, index)
+            file = directory / f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+            if journal is not None and journal.holds(file):
+                bar.update(sum(outgoing.nbytes for outgoing in shard))
+            else:
+                _write_shard(file, shard, bar)
+                if journal is not None:
+                    journal.add(file)
+            weight_map |= {spec.name: file.name for outgoing in shard for spec in outgoing.specs}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 
-def _sharded(tensors: list[Outgoing], max_shard_bytes: int) -> list[list[Outgoing]]:
+def in_shards(tensors: list[Outgoing], max_shard_bytes: int) -> list[list[Outgoing]]:
+    """Tensors in their order, as many in a shard as fit; a larger one has a shard of its own."""
     shards: list[list[Outgoing]] = [[]]
     room = max_shard_bytes
     for tensor in tensors:
@@ -180,28 +243,41 @@ def _sharded(tensors: list[Outgoing], max_shard_bytes: int) -> list[list[Outgoin
 
 def _write_shard(path: Path, tensors: list[Outgoing], bar: tqdm) -> None:
     """Header, then the tensors back to back; the widest dtype first, so that every tensor is aligned."""
-    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    specs = sorted((spec for outgoing in tensors for spec in outgoing.specs), key=lambda spec: -spec.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for tensor in tensors:
-        spec = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape)}
-        header[tensor.name] = spec | {"data_offsets": [offset, offset + tensor.nbytes]}
-        offset += tensor.nbytes
+    for spec in specs:
+        entry = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape)}
+        header[spec.name] = entry | {"data_offsets": [offset, offset + spec.nbytes]}
+        offset += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            _write_tensor(file, tensor, bar)
+        for outgoing in tensors:
+            begins = [8 + len(text) + header[spec.name]["data_offsets"][0] for spec in outgoing.specs]
+            _write_tensors(file, outgoing, begins, bar)
 
 
-def _write_tensor(file: Any, tensor: Outgoing, bar: tqdm) -> None:
-    view = tensor.load()
-    step = max(1, _PIECE_BYTES * len(view) // max(1, tensor.nbytes))
+def _write_tensors(file: BinaryIO, outgoing: Outgoing, begins: list[int], bar: tqdm) -> None:
+    """Write tensors that are made together, each from its own byte on."""
+    places = list(begins)
+    for arrays in outgoing.load():
+        for i, array in enumerate(arrays):
+            file.seek(places[i])
+            for piece in _pieces(array):
+                file.write(piece.data)
+                places[i] += piece.nbytes
+                bar.update(piece.nbytes)
+    written = [place - begin for place, begin in zip(places, begins, strict=True)]
+    assert written == [spec.nbytes for spec in outgoing.specs], (outgoing.specs, written)
+
+
+def _pieces(view: np.ndarray) -> Iterator[np.ndarray]:
+    """The bytes of an array, in order and a few at a time."""
+    step = max(1, _PIECE_BYTES * len(view) // max(1, view.nbytes))
     for start in range(0, len(view), step):
-        piece = np.ascontiguousarray(view[start : start + step]).view(np.uint8)
-        file.write(piece.data)
-        bar.update(piece.nbytes)
+        yield np.ascontiguousarray(view[start : start + step]).view(np.uint8)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """What is in a checkpoint, from its headers; or what would be, from a config alone."""
 
+import math
 import os
 import re
 from collections import Counter
@@ -11,11 +12,13 @@ import numpy as np
 
 from inkling_jax.config import InklingConfig
 from inkling_jax.nn import abstract_parameters
+from inkling_jax.quantization import Quantization
 from inkling_jax.spelling import Layout
 
 from .files import DTYPES, INDEX, Tensor, list_tensors
 from .hub import resolve
-from .plan import Plan, make_plan
+from .metadata import read_metadata
+from .plan import Packed, Plan, Source, make_plan
 
 # The parts of the model, in the order of reading; the first pattern that matches a path decides.
 _PARTS = (
@@ -48,7 +51,9 @@ class Inspection:
     """A checkpoint at a glance.
 
     `layout` is None without weights, when sizes are those of bf16 weights. `layers` and `depths` hold for each layer
-    its kind of attention ("local" or "global") and of MLP ("dense" or "experts"). The lists hold tensor names.
+    its kind of attention ("local" or "global") and of MLP ("dense" or "experts"). `quantization` says which layers have
+    experts in 4 bits, `saved` by how many bytes they are smaller than in bf16. The lists hold tensor names; `unused`
+    are scales of activations beside such experts, which are ignored.
     """
 
     path: str
@@ -58,6 +63,9 @@ class Inspection:
     dtypes: dict[str, int]
     layers: list[tuple[str, str]]
     depths: list[tuple[str, str]]
+    quantization: Quantization | None = None
+    saved: int = 0
+    unused: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
@@ -94,16 +102,25 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         dtypes = Counter(_code(spec.dtype) for spec in abstract.values())
         return Inspection(str(path), config, None, _parts(sizes), dict(dtypes), *_layers(config))
     tensors = list_tensors(directory)
-    plan = make_plan(tensors, {path: spec.shape for path, spec in abstract.items()}, config)
-    parts = _parts({path: _stored_size(source.tensors) for path, source in plan.sources.items()})
+    shapes = {path: spec.shape for path, spec in abstract.items()}
+    plan = make_plan(tensors, shapes, config, read_metadata(directory))
+    sizes = {path: _size(source, shapes[path]) for path, source in plan.sources.items()}
+    parts = _parts(sizes)
     if plan.towers:
         parts[TOWERS] = _stored_size(tuple(plan.towers))
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
-    return Inspection(str(path), config, plan.variant.layout, parts, dict(dtypes), *_layers(config), *_misfits(plan))
+    saved = sum(2 * sizes[path].parameters - sizes[path].bytes for path in plan.packed)
+    about = (str(path), config, plan.variant.layout, parts, dict(dtypes), *_layers(config))
+    return Inspection(*about, plan.quantization, saved, plan.unused, *_misfits(plan))
 
 
 def _misfits(plan: Plan) -> tuple[list[str], ...]:
     return plan.missing, plan.unexpected, plan.misshapen, plan.quantised
+
+
+def _size(source: Source | Packed, shape: tuple[int, ...]) -> PartSize:
+    stored = _stored_size(source.tensors)
+    return PartSize(math.prod(shape), stored.bytes) if isinstance(source, Packed) else stored
 
 
 def _code(dtype: np.dtype) -> str:
@@ -111,8 +128,7 @@ def _code(dtype: np.dtype) -> str:
 
 
 def _stored_size(tensors: tuple[Tensor, ...]) -> PartSize:
-    known = [(tensor.size, DTYPES[tensor.dtype].itemsize if tensor.dtype in DTYPES else 1) for tensor in tensors]
-    return PartSize(sum(size for size, _ in known), sum(size * width for size, width in known))
+    return PartSize(sum(t.size for t in tensors), sum(t.size * t.itemsize for t in tensors))
 
 
 def _parts(sizes: dict[str, PartSize]) -> dict[str, PartSize]:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import convert, doctor, generate, inspect
+from . import convert, doctor, generate, inspect, quantize
 
 BROKEN_PIPE, INTERRUPTED, WRONG_USE = 141, 130, 2
 
@@ -23,6 +23,7 @@ examples:
   inkling-jax inspect ./Inkling-Small --batch 8 --context 32768
   inkling-jax inspect inkling                            a published size, without weights
   inkling-jax convert nano ./nano-hf --layout transformers
+  inkling-jax quantize nano ./nano-nvfp4 --format nvfp4
   inkling-jax doctor                                     is this machine ready?
 
 A model is a directory, an id on the Hugging Face hub, or "nano", which comes with the package.
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     common = _Parser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where in the program an error arose")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (generate, inspect, convert, doctor):
+    for module in (generate, inspect, convert, quantize, doctor):
         command = commands.add_parser(
             module.__name__.rpartition(".")[2],
             parents=[common],
@@ -84,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 def _reason(error: Exception) -> str:
     """What the user should read. A kind of error that nobody raises on purpose also says its name."""
     text = str(error).strip() or type(error).__name__
-    if isinstance(error, ValueError | OSError | MemoryError | FloatingPointError):
+    if isinstance(error, ValueError | OSError | MemoryError | FloatingPointError | NotImplementedError):
         return text
     return f"{type(error).__name__}: {text} (--traceback shows where)"
 

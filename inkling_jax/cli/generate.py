@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from inkling_jax.model import Inkling, Statistics, load
+from inkling_jax.model import QUANTIZATIONS, Inkling, Statistics, load
 
 from .arguments import probability, temperature, token_ids, whole
 
@@ -27,6 +27,17 @@ Drafts (--draft-tokens) change the speed, never the text or its distribution; 0 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="nano", help='a directory, a hub id, or "nano" (default)')
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    parser.add_argument(
+        "--implementation",
+        choices=("xla", "triton", "interpret"),
+        help="plain JAX, the GPU kernels, or their interpreter (default: the kernels where there is a GPU)",
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        default="keep",
+        help="of experts in 4 bits: keep (default) them so, or none: turn them into --dtype when loading",
+    )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue (default: standard input)")
     prompt.add_argument("--file", metavar="PATH", help="read the prompt from a file; - is standard input")
@@ -43,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     prompt = _prompt(arguments)
-    model = load(arguments.model, dtype=arguments.dtype)
+    options = dict(implementation=arguments.implementation, quantization=arguments.quantization)
+    model = load(arguments.model, dtype=arguments.dtype, **options)
     names = ("max_new_tokens", "draft_tokens", "temperature", "top_k", "top_p", "seed", "stop")
     settings = {name: getattr(arguments, name) for name in names}
     if arguments.json:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from itertools import groupby
@@ -11,8 +12,10 @@ from inkling_jax.cache import cache_bytes
 from inkling_jax.checkpoint import Inspection, inspect
 from inkling_jax.config import PRESETS, InklingConfig
 from inkling_jax.nn import abstract_parameters
+from inkling_jax.quantization import Quantization
 
 from .arguments import whole
+from .units import in_bytes
 
 HELP = "what is in a checkpoint, and the memory it needs"
 EXAMPLES = f"""\
@@ -49,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = found.config
     context = _at_most("--context", arguments.context, config.max_context, default=8192)
     drafts = _at_most("--draft-tokens", arguments.draft_tokens, config.mtp_depths, default=config.mtp_depths)
-    memory = _memory(config, arguments.batch, context, drafts, arguments.dtype)
+    packed = found.quantization if found.fits else None  # such as it is, it may not even have whole blocks
+    memory = _memory(config, packed, arguments.batch, context, drafts, arguments.dtype)
     if arguments.json:
         asked = {"batch": arguments.batch, "context": context, "draft_tokens": drafts, "dtype": arguments.dtype}
         print(json.dumps(found.to_dict() | {"memory": asked | {"bytes": memory}}, allow_nan=False))
@@ -57,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n\n".join(_report(found)))
         sequences = "1 sequence" if arguments.batch == 1 else f"{arguments.batch} sequences"
         title = f"memory for {sequences} of {context:,} tokens, {drafts} drafts, {arguments.dtype}"
-        print(f"\n{title}\n{_table([(name, _bytes(size)) for name, size in memory.items()])}")
+        print(f"\n{title}\n{_table([(name, in_bytes(size)) for name, size in memory.items()])}")
     return int(not found.fits)
 
 
@@ -74,9 +78,12 @@ def _at_most(option: str, value: int | None, most: int, default: int) -> int:
     return min(default, most) if value is None else value
 
 
-def _memory(config: InklingConfig, batch: int, context: int, drafts: int, dtype: str) -> dict[str, int]:
+def _memory(
+    config: InklingConfig, quantization: Quantization | None, batch: int, context: int, drafts: int, dtype: str
+) -> dict[str, int]:
     """Bytes by part. Activations and the compiler's scratch space come on top."""
-    weights = sum(spec.size * spec.dtype.itemsize for spec in abstract_parameters(config, dtype).values())
+    abstract = abstract_parameters(config, dtype, quantization)
+    weights = sum(spec.size * spec.dtype.itemsize for spec in abstract.values())
     cache = cache_bytes(config, batch, context, drafts, dtype)
     return {"weights": weights, **cache, "total": weights + cache["total"]}
 
@@ -85,13 +92,21 @@ def _report(found: Inspection) -> list[str]:
     """The paragraphs about the checkpoint itself."""
     layout = f"{found.layout} layout" if found.layout else "a config without weights; sizes are those of bfloat16"
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in sorted(found.dtypes.items()))
-    rows = [(name, f"{part.parameters:,}", _bytes(part.bytes)) for name, part in found.parts.items()]
-    rows.append(("total", f"{found.total.parameters:,}", _bytes(found.total.bytes)))
+    rows = [(name, f"{part.parameters:,}", in_bytes(part.bytes)) for name, part in found.parts.items()]
+    rows.append(("total", f"{found.total.parameters:,}", in_bytes(found.total.bytes)))
     paragraphs = [
         f"{found.path}: {layout}\ntensors: {dtypes}",
         _table([("part", "parameters", "size"), *rows]),
-        "layers\n" + _kinds(found.layers),
+        "layers\n" + _kinds(_with_formats(found)),
     ]
+    if found.quantization:
+        experts = found.parts["experts"]
+        paragraphs.append(
+            f"experts in {found.quantization.format}: {in_bytes(found.saved)} saved; "
+            f"all in bf16, they would be {in_bytes(experts.bytes + found.saved)}"
+        )
+    if found.unused:
+        paragraphs.append(f"{len(found.unused)} scales of activations are ignored: only weights are in 4 bits")
     if found.depths:
         paragraphs.append("MTP depths\n" + _kinds(found.depths))
     for field, words in _MISFITS.items():
@@ -101,13 +116,20 @@ def _report(found: Inspection) -> list[str]:
     return paragraphs
 
 
-def _kinds(layers: list[tuple[str, str]]) -> str:
+def _with_formats(found: Inspection) -> list[tuple[str, ...]]:
+    """The kinds of the layers, with the format of those whose experts are in 4 bits."""
+    formats = [found.quantization and found.quantization.of_layer(i) for i in range(len(found.layers))]
+    return [(*kind, format) if format else kind for kind, format in zip(found.layers, formats, strict=True)]
+
+
+def _kinds(layers: Sequence[tuple[str, ...]]) -> str:
     """A line for each kind of layer with the ids it has, as ranges."""
     ranges: dict[str, list[str]] = {}
+    width = 2 + max(len(", ".join(kind)) for kind in layers)
     for kind, run in groupby(enumerate(layers), key=lambda pair: pair[1]):
         ids = [i for i, _ in run]
         ranges.setdefault(", ".join(kind), []).append(f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0]))
-    return "\n".join(f"  {kind:<16}{', '.join(ids)}" for kind, ids in ranges.items())
+    return "\n".join(f"  {kind:<{width}}{', '.join(ids)}" for kind, ids in ranges.items())
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
@@ -118,11 +140,3 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 def _cell(column: int, text: str, width: int) -> str:
     return text.rjust(width) if column else text.ljust(width)
-
-
-def _bytes(size: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.2f} GB"

@@ -16,9 +16,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from pallas_kernels import Implementation, resolve
+
 from ..cache import PAGE_SIZE, Cache, CacheShape, Ring, allocate_pages, make_cache
 from ..config import InklingConfig
 from ..nn import InklingModel
+from ..quantization import quantization_of
 from .loop import decode, prefill, teacher_forced
 from .request import Request
 from .state import FULL, RUNNING, DecodeState, Settings
@@ -46,9 +49,17 @@ def chunk_rows(longest: int, batch: int) -> int:
 class Engine:
     """The compiled side of a model: parameters as flat arrays, and the steps that take them."""
 
-    def __init__(self, config: InklingConfig, params: Mapping[str, Array], dtype: DTypeLike):
+    def __init__(
+        self,
+        config: InklingConfig,
+        params: Mapping[str, Array | jax.ShapeDtypeStruct],
+        dtype: DTypeLike,
+        implementation: Implementation | None = None,
+    ):
         self.config, self.dtype = config, jnp.dtype(dtype)
-        abstract = nnx.eval_shape(lambda: InklingModel(config, dtype=self.dtype, rngs=nnx.Rngs(0)))
+        self.implementation: Implementation = choose_implementation(config, implementation)
+        packed = quantization_of(params)
+        abstract = nnx.eval_shape(lambda: InklingModel(config, dtype=self.dtype, quantization=packed, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(abstract)
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
         self.leaves = [params[path] for path in paths]
@@ -111,20 +122,37 @@ class Engine:
     def cache(self, shape: CacheShape, needed: np.ndarray) -> Cache:
         """An empty cache with pages allocated for `needed[b]` rows of each sequence."""
         everything, ring = allocate_pages(self.config, shape, needed)
-        cache = make_cache(self.config, shape, self.dtype)
+        cache = make_cache(self.config, shape, self.dtype, self.implementation)
         return dataclasses.replace(cache, global_pages=jnp.asarray(everything), local_pages=jnp.asarray(ring))
 
     def check_memory(self, shape: CacheShape) -> None:
         """Raises MemoryError, before anything is allocated, when the cache cannot fit."""
         cache = jax.eval_shape(lambda: make_cache(self.config, shape, self.dtype))
         needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-        free = free_memory(self.leaves[0])
+        weights = self.leaves[0]
+        free = free_memory(weights) if isinstance(weights, jax.Array) else None
         if free is not None and needed > free:
             raise MemoryError(
                 f"the cache of {shape.batch} sequences, the longest of {shape.width * shape.page_size} tokens, needs "
                 f"{needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free: lower max_new_tokens, shorten the "
                 f"prompts, give fewer of them at a time, or use fewer draft_tokens"
             )
+
+
+def choose_implementation(config: InklingConfig, asked: str | None) -> Implementation:
+    """What runs the model: the asked one, or for None the kernels where there is a GPU and they fit the model.
+
+    Raises ValueError for an unknown name, NotImplementedError where the asked one cannot run, with the reason.
+    """
+    chosen = resolve("inkling_jax", asked)
+    sizes = {"head_dim": config.head_dim, "local_head_dim": config.local_head_dim}
+    unfit = [f"{name} = {size}" for name, size in sizes.items() if not 32 <= size <= 256]
+    if chosen == "xla" or not unfit:
+        return chosen
+    if asked is None:
+        return "xla"
+    reason = f"the kernels take head sizes from 32 to 256, this model has {', '.join(unfit)}"
+    raise NotImplementedError(f"implementation={asked!r}: {reason}; 'xla' runs any model")
 
 
 def free_memory(array: Array) -> int | None:

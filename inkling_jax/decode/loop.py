@@ -35,7 +35,7 @@ def prefill(model: InklingModel, state: DecodeState, start: Int[Array, ""], chun
     """
     end = state.length - 1
     outputs, cache = _chunk(model, state.cache, state.tokens, end, end, start, chunk, drafts)
-    hidden = state.hidden.write(outputs[0], _rows(end, start, chunk))
+    hidden = state.hidden.write(outputs[0], _rows(cache, end, start, chunk))
     return dataclasses.replace(state, cache=cache, hidden=hidden)
 
 
@@ -66,18 +66,19 @@ def _chunk(
 ) -> tuple[list[Float[Array, "B chunk H"]], Cache]:
     """Hidden rows of the target before position `end`, then of each depth d before `depth_end - d`."""
     first = jnp.full_like(end, start)
-    h, filled = model.hidden(model.embed(_tokens(tokens, first, chunk)), _rows(end, start, chunk), cache)
+    rows = _rows(cache, end, start, chunk)
+    h, filled = model.hidden(model.embed(_tokens(tokens, first, chunk), rows), rows, cache)
     outputs = [h]
     for d in range(depths):
-        e = model.embed(_tokens(tokens, first + d + 1, chunk))
-        h, filled = model.depth(d, h, e, _rows(depth_end - d, start, chunk), filled)
+        later = _tokens(tokens, first + d + 1, chunk)
+        h, filled = model.depth(d, h, later, _rows(cache, depth_end - d, start, chunk), filled)
         outputs.append(h)
     return outputs, _some(filled)
 
 
-def _rows(end: Int[Array, " B"], start: Int[Array, ""], chunk: int) -> Rows:
+def _rows(cache: Cache, end: Int[Array, " B"], start: Int[Array, ""], chunk: int) -> Rows:
     """The rows of a chunk that lie before `end`."""
-    return Rows(jnp.full_like(end, start), jnp.clip(end - start, 0, chunk))
+    return cache.rows(jnp.full_like(end, start), jnp.clip(end - start, 0, chunk))
 
 
 def decode(
@@ -127,12 +128,12 @@ def propose(
     window = drafts + 1
     running = state.status == RUNNING
     start = jnp.maximum(state.length - 1 - window, 0)
-    rows = Rows(start, jnp.where(running, jnp.minimum(state.length - 1, window), 0))
+    rows = state.cache.rows(start, jnp.where(running, jnp.minimum(state.length - 1, window), 0))
     last = jnp.maximum(rows.count - 1, 0)
     offered = jnp.where(rows.count > 0, drafts, 0)
     h, cache, logits = state.hidden.read(start, window), state.cache, []
     for d in range(drafts):
-        h, cache = model.depth(d, h, model.embed(_tokens(state.tokens, start + d + 1, window)), rows, cache)
+        h, cache = model.depth(d, h, _tokens(state.tokens, start + d + 1, window), rows, cache)
         row = jnp.take_along_axis(h, last[:, None, None], axis=1)
         logits.append(model.logits(row)[:, 0])
         token = choose(d, logits[-1], state, settings)
@@ -143,10 +144,10 @@ def propose(
 
 def verify(model: InklingModel, state: DecodeState, drafts: int) -> tuple[DecodeState, Float[Array, "B rows V"]]:
     """The target over the last committed token and the drafts: row j gives the logits for position length + j."""
-    rows = Rows(state.length - 1, jnp.where(state.status == RUNNING, drafts + 1, 0))
+    rows = state.cache.rows(state.length - 1, jnp.where(state.status == RUNNING, drafts + 1, 0))
     # At least two rows: the CPU multiplies a single one in another order than several, and rounds it otherwise.
     tokens = _tokens(state.tokens, state.length - 1, max(drafts + 1, 2))
-    h, cache = model.hidden(model.embed(tokens), rows, state.cache)
+    h, cache = model.hidden(model.embed(tokens, rows), rows, state.cache)
     state = dataclasses.replace(state, cache=_some(cache), hidden=state.hidden.write(h, rows))
     return state, model.logits(h)[:, : drafts + 1]
 

@@ -1,11 +1,15 @@
 """Attention with short convolutions on keys and values and a learned, query-dependent relative bias."""
 
+from functools import partial
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ..cache import LayerCache, Rows
+import pallas_kernels as kernels
+
+from ..cache import VERIFY_ROWS, LayerCache, PagedKV, Ring, Rows
 from ..config import InklingConfig
 from ..ops import attend
 from .basic import Linear, RMSNorm, ShortConv, normal
@@ -36,6 +40,8 @@ class Attention(nnx.Module):
         cache: LayerCache | None,
         page_table: Int[Array, "B pages"] | None,
     ) -> tuple[Float[Array, "B T H"], LayerCache | None]:
+        if cache is not None and page_table is not None and rows.implementation != "xla":
+            return self._with_kernels(x, rows, cache, page_table)
         batch, new, _ = x.shape
         heads = lambda y, count: y.reshape(batch, new, count, -1)  # noqa: E731
         k, k_ring = self.k_conv(self.wk(x), rows, cache and cache.k_conv)
@@ -58,6 +64,53 @@ class Attention(nnx.Module):
         if cache is not None:
             assert kv is not None and k_ring is not None and v_ring is not None
             cache = LayerCache(kv, k_ring, v_ring, cache.attn_conv, cache.mlp_conv)
+        return self.wo(out.reshape(batch, new, -1)), cache
+
+    def _with_kernels(
+        self, x: Float[Array, "B T H"], rows: Rows, cache: LayerCache, page_table: Int[Array, "B pages"]
+    ) -> tuple[Float[Array, "B T H"], LayerCache]:
+        """The same with `qkvr_prep` and a relative attention kernel.
+
+        As in `ops.attend`, a verify's rows are in the pages before they attend, a chunk's are written afterwards.
+        """
+        batch, new, _ = x.shape
+        few, shape, kv = new <= VERIFY_ROWS, self.shape, cache.kv
+        pages = dict(k_pages=kv.k, v_pages=kv.v, page_table=page_table)
+        made = kernels.qkvr_prep(
+            jnp.concatenate([self.wq(x), self.wk(x), self.wv(x), self.wr(x)], axis=-1),
+            self.k_conv.weight[...],
+            self.v_conv.weight[...],
+            self.q_norm.weight[...],
+            self.k_norm.weight[...],
+            cache.k_conv.rows,
+            cache.v_conv.rows,
+            rows.start,
+            rows.count,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            eps=self.q_norm.eps,
+            kv_rows=kv.ring,
+            implementation=rows.implementation,
+            **(pages if few else {}),
+        )
+        attention = partial(
+            kernels.rel_paged_attention if few else kernels.rel_attention,
+            count=rows.count,
+            r=made.r,
+            rel_proj=self.rel_proj[...],
+            scale=1.0 / shape.head_dim,
+            extent=shape.extent,
+            window=shape.window,
+            tau=self._tau(rows.positions(new)),
+            implementation=rows.implementation,
+        )
+        if made.k is None or made.v is None:
+            kv = PagedKV(made.k_pages, made.v_pages, kv.ring)
+            out = attention(made.q, kv.k, kv.v, page_table, rows.start + rows.count)
+        else:
+            out = attention(made.q, made.k, made.v, start=rows.start, **pages)
+            kv = kv.write(made.k, made.v, page_table, rows)
+        cache = LayerCache(kv, Ring(made.k_ring), Ring(made.v_ring), cache.attn_conv, cache.mlp_conv)
         return self.wo(out.reshape(batch, new, -1)), cache
 
     def _tau(self, positions: Int[Array, "B T"]) -> Float[Array, "B T"] | None:

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+import pallas_kernels as kernels
 
 from ..cache import Ring, Rows
 from ..ops import linear, rms_norm, short_conv
@@ -60,3 +62,42 @@ class ShortConv(nnx.Module):
             return short_conv(x, jnp.zeros((x.shape[0], before, x.shape[2]), x.dtype), weight), None
         left = ring.read(rows.start - before, before)
         return short_conv(x, left, weight), ring.write(x, rows)
+
+    def add_norm(
+        self,
+        x: Float[Array, "B T C"],
+        rows: Rows,
+        ring: Ring | None,
+        residual: Float[Array, "B T C"],
+        norm: RMSNorm | None,
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"], Ring | None]:
+        """The residual stream with this branch added, and `norm` of it; without a norm the stream again."""
+        if ring is None or rows.implementation == "xla":
+            y, ring = self(x, rows, ring)
+            stream = residual + y
+            return stream, stream if norm is None else norm(stream), ring
+        operands = (x, self.weight[...], ring.rows, rows.start, rows.count)
+        if norm is None:
+            stream, new = kernels.short_conv(*operands, residual=residual, implementation=rows.implementation)
+            return stream, stream, Ring(new)
+        stream, normed, new = kernels.short_conv_add_norm(
+            *operands, residual, norm.weight[...], eps=norm.eps, implementation=rows.implementation
+        )
+        return stream, normed, Ring(new)
+
+
+class Embedding(nnx.Module):
+    """Token rows, normed: what the backbone and every depth start from."""
+
+    def __init__(self, vocabulary: int, size: int, eps: float, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.weight = normal(rngs, (vocabulary, size), ("vocab", "hidden"), dtype)
+        self.norm = RMSNorm(size, eps, "hidden", dtype=dtype)
+
+    def __call__(self, tokens: Int[Array, "B T"], rows: Rows | None = None) -> Float[Array, "B T H"]:
+        if rows is None or rows.implementation == "xla":
+            return self.norm(self.weight[...][tokens])
+        e = kernels.embed_norm(
+            tokens, self.weight[...], self.norm.weight[...], eps=self.norm.eps, implementation=rows.implementation
+        )
+        assert isinstance(e, jax.Array)  # two only where a next norm is asked for
+        return e

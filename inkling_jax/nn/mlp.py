@@ -1,14 +1,21 @@
 """The two kinds of MLP: dense SwiGLU, and a mixture of routed experts with shared ones beside them."""
 
+from types import EllipsisType
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels import moe
+from pallas_kernels.fp4 import FP4, quantize
+
 from ..cache import Rows
 from ..config import InklingConfig
-from ..ops import mixture, route, swiglu
-from .basic import constant, normal
+from ..ops import route, swiglu
+from ..quantization import Format
+from .basic import Axes, constant, normal
 
 
 class DenseMLP(nnx.Module):
@@ -34,19 +41,53 @@ class Router(nnx.Module):
         self.scale = constant(1.0, (1,), (None,), jnp.float32)
 
 
-class Experts(nnx.Module):
-    """Stacked SwiGLU experts; the leading axis is `axis`."""
+class Packed(nnx.Module):
+    """Weights [E, ..., I] in 4 bits, as parameters of the words, the scales and, in NVFP4, the experts' scales.
 
-    def __init__(self, count: int, config: InklingConfig, axis: str | None, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    `packed[...]` is the `FP4` that they make, where a plain parameter gives its array.
+    """
+
+    def __init__(self, weights: Float[Array, "E *rows I"], axes: Axes, format: Format):
+        packed = quantize(weights, format)
+        self.codes = nnx.Param(packed.codes, axes=axes)
+        self.scales = nnx.Param(packed.scales, axes=axes)
+        scale = packed.expert_scale
+        self.expert_scale = None if scale is None else nnx.Param(scale, axes=axes[:1])
+        self.format: Format = format
+
+    def __getitem__(self, _: EllipsisType) -> Any:  # as untyped as a parameter's
+        scale = None if self.expert_scale is None else self.expert_scale[...]
+        return FP4(self.codes[...], self.scales[...], scale, self.format)
+
+
+class Experts(nnx.Module):
+    """Stacked SwiGLU experts; the leading axis is `axis`. With a `format` their weights are `Packed`."""
+
+    def __init__(
+        self,
+        count: int,
+        config: InklingConfig,
+        axis: str | None,
+        format: Format | None = None,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        def weights(shape: tuple[int, ...], axes: Axes) -> nnx.Param | Packed:
+            plain = normal(rngs, shape, axes, dtype)
+            return plain if format is None else Packed(plain[...], axes, format)
+
         hidden, width = config.hidden_size, config.expert_size
-        self.w13 = normal(rngs, (count, 2, width, hidden), (axis, None, "expert_mlp", "hidden"), dtype)
-        self.w2 = normal(rngs, (count, hidden, width), (axis, "hidden", "expert_mlp"), dtype)
+        self.w13 = weights((count, 2, width, hidden), (axis, None, "expert_mlp", "hidden"))
+        self.w2 = weights((count, hidden, width), (axis, "hidden", "expert_mlp"))
 
 
 class MoE(nnx.Module):
-    def __init__(self, config: InklingConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    """Routed experts, in 4 bits with a `format`, and shared ones, never."""
+
+    def __init__(self, config: InklingConfig, format: Format | None = None, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.router = Router(config, dtype=dtype, rngs=rngs)
-        self.experts = Experts(config.num_experts, config, "expert", dtype=dtype, rngs=rngs)
+        self.experts = Experts(config.num_experts, config, "expert", format, dtype=dtype, rngs=rngs)
         self.shared = Experts(config.num_shared_experts, config, None, dtype=dtype, rngs=rngs)
         self.experts_per_token = config.experts_per_token
         self.route_scale = config.route_scale
@@ -54,8 +95,10 @@ class MoE(nnx.Module):
     def __call__(self, x: Float[Array, "B T H"], rows: Rows) -> Float[Array, "B T H"]:
         flat = x.reshape(-1, x.shape[-1])
         scale = self.route_scale * self.router.scale[0]
-        ids, weights = route(flat, self.router.weight[...], self.router.bias[...], scale, self.experts_per_token)
-        y = mixture(
+        ids, weights = route(
+            flat, self.router.weight[...], self.router.bias[...], scale, self.experts_per_token, rows.implementation
+        )
+        y = moe(
             flat,
             ids,
             weights,
@@ -63,6 +106,7 @@ class MoE(nnx.Module):
             self.experts.w2[...],
             self.shared.w13[...],
             self.shared.w2[...],
-            rows.real(x.shape[1]).reshape(-1),
+            valid=rows.real(x.shape[1]).reshape(-1),
+            implementation=rows.implementation,
         )
         return y.reshape(x.shape)

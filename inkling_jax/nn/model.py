@@ -1,6 +1,7 @@
 """The text model with its MTP depths."""
 
 import dataclasses
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +12,9 @@ from jaxtyping import Array, Float, Int
 from ..cache import Cache, Rows
 from ..config import InklingConfig
 from ..ops import linear
-from .basic import RMSNorm, normal
+from ..quantization import Format, Quantization
+from .basic import Embedding, RMSNorm, normal
 from .layer import DecoderLayer, Depth
-
-
-class Embedding(nnx.Module):
-    """Token rows, normed: what the backbone and every depth start from."""
-
-    def __init__(self, config: InklingConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.weight = normal(rngs, (config.vocab_size, config.hidden_size), ("vocab", "hidden"), dtype)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, "hidden", dtype=dtype)
-
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
-        return self.norm(self.weight[...][tokens])
 
 
 class Unembedding(nnx.Module):
@@ -40,16 +31,28 @@ class Unembedding(nnx.Module):
 class InklingModel(nnx.Module):
     """An Inkling text model: embedding, a list of decoder layers, final norm, LM head, MTP depths.
 
-    Random initialisation: matrices N(0, 1 / fan_in), norms and scales 1, selection bias 0.
+    Random initialisation: matrices N(0, 1 / fan_in), norms and scales 1, selection bias 0. `quantization` says which
+    layers hold their routed experts in 4 bits.
     """
 
-    def __init__(self, config: InklingConfig, *, dtype: DTypeLike = "bfloat16", rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: InklingConfig,
+        *,
+        dtype: DTypeLike = "bfloat16",
+        quantization: Quantization | None = None,
+        rngs: nnx.Rngs,
+    ):
         dtype = jnp.dtype(dtype)
+        formats: list[Format | None] = [None] * config.num_layers
+        if quantization is not None:
+            quantization.check(config)
+            formats = [quantization.of_layer(i) for i in range(config.num_layers)]
         self.chained = config.chain_norm
-        self.embed = Embedding(config, dtype=dtype, rngs=rngs)
+        self.embed = Embedding(config.vocab_size, config.hidden_size, config.norm_eps, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
             [
-                DecoderLayer(config, config.is_local(i), config.is_dense(i), dtype=dtype, rngs=rngs)
+                DecoderLayer(config, config.is_local(i), config.is_dense(i), formats[i], dtype=dtype, rngs=rngs)
                 for i in range(config.num_layers)
             ]
         )
@@ -70,13 +73,16 @@ class InklingModel(nnx.Module):
         """
         rows = rows or _whole(x)
         layers = []
-        for i, layer in enumerate(self.layers):
+        normed = self.layers[0].attn_norm(x)
+        norms = [layer.attn_norm for layer in self.layers[1:]] + [self.norm]
+        for i, (layer, next_norm) in enumerate(zip(self.layers, norms, strict=True)):
             own = None if cache is None else cache.layers[i]
-            x, own = layer(x, rows, own, None if cache is None or own is None else cache.page_table(own))
+            table = None if cache is None or own is None else cache.page_table(own)
+            x, normed, own = layer(x, normed, next_norm, rows, own, table)
             layers.append(own)
         if cache is not None:
             cache = dataclasses.replace(cache, layers=tuple(layers))
-        return self.norm(x), cache
+        return normed, cache
 
     def logits(self, h: Float[Array, "B T H"]) -> Float[Array, "B T V"]:
         """float32 logits over the real vocabulary: `(h / divisor) U^T`. Of the final norm's output, or of a depth's."""
@@ -86,20 +92,20 @@ class InklingModel(nnx.Module):
         self,
         d: int,
         h_prev: Float[Array, "B T H"],
-        e: Float[Array, "B T H"],
+        tokens: Int[Array, "B T"],
         rows: Rows | None = None,
         cache: Cache | None = None,
     ) -> tuple[Float[Array, "B T H"], Cache | None]:
-        """Depth `d` on rows i: from `h_prev[i]` and the embedding of token i + d + 1, the row that predicts i + d + 2.
+        """Depth `d` on rows i: from `h_prev[i]` and token i + d + 1, the row that predicts token i + d + 2.
 
-        `h_prev` is what `hidden` gave for d = 0 and what depth d - 1 gave otherwise.
+        `h_prev` is what `hidden` gave for d = 0 and what depth d - 1 gave otherwise, `tokens` those at i + d + 1.
         """
         rows = rows or _whole(h_prev)
         own = None if cache is None else cache.depths[d]
         table = None if cache is None or own is None else cache.page_table(own)
-        out, own = self.mtp[d](h_prev, e, rows, own, table)
-        if self.chained:  # its output is what the logits and the next depth take (vLLM, SGLang, transformers)
-            out = self.mtp_chain_norm(out)
+        # The chain norm's output is what the logits and the next depth take (vLLM, SGLang, transformers).
+        chain_norm = self.mtp_chain_norm if self.chained else None
+        out, own = self.mtp[d](h_prev, tokens, self.embed, chain_norm, rows, own, table)
         if cache is not None and own is not None:
             cache = dataclasses.replace(cache, depths=(*cache.depths[:d], own, *cache.depths[d + 1 :]))
         return out, cache
@@ -109,19 +115,26 @@ def _whole(x: Float[Array, "B T H"]) -> Rows:
     return Rows(jnp.zeros(x.shape[0], jnp.int32), jnp.full(x.shape[0], x.shape[1], jnp.int32))
 
 
-def _abstract(config: InklingConfig, dtype: DTypeLike) -> dict[str, nnx.Variable]:
-    model = nnx.eval_shape(lambda: InklingModel(config, dtype=dtype, rngs=nnx.Rngs(0)))
+@lru_cache(maxsize=16)
+def _abstract(config: InklingConfig, dtype: DTypeLike, quantization: Quantization | None) -> dict[str, nnx.Variable]:
+    model = nnx.eval_shape(lambda: InklingModel(config, dtype=dtype, quantization=quantization, rngs=nnx.Rngs(0)))
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)): variable for path, variable in flat}
 
 
-def abstract_parameters(config: InklingConfig, dtype: DTypeLike = "bfloat16") -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_parameters(
+    config: InklingConfig, dtype: DTypeLike = "bfloat16", quantization: Quantization | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every parameter by its dotted path, from the modules themselves; nothing is allocated."""
-    return {path: variable.get_value() for path, variable in _abstract(config, jnp.dtype(dtype)).items()}
+    variables = _abstract(config, jnp.dtype(dtype), quantization)
+    return {path: variable.get_value() for path, variable in variables.items()}
 
 
-def logical_axes(config: InklingConfig) -> dict[str, tuple[str | None, ...]]:
-    """The logical axes of every parameter by its dotted path: the input of any sharding."""
-    return {
-        path: variable.get_metadata()["axes"] for path, variable in _abstract(config, jnp.dtype("bfloat16")).items()
-    }
+def logical_axes(config: InklingConfig, quantization: Quantization | None = None) -> dict[str, tuple[str | None, ...]]:
+    """The logical axes of every parameter by its dotted path: the input of any sharding.
+
+    Words and scales of packed weights have the axes of the weights: along the input, one for eight values and one for
+    a block.
+    """
+    variables = _abstract(config, jnp.dtype("bfloat16"), quantization)
+    return {path: variable.get_metadata()["axes"] for path, variable in variables.items()}

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import Implementation, router
+
 from .linear import linear
 
 
@@ -14,6 +16,7 @@ def route(
     bias: Float[Array, " E"],
     scale: Float[Array, ""],
     experts_per_token: int,
+    implementation: Implementation = "xla",
 ) -> tuple[Int[Array, "M A"], Float[Array, "M AS"]]:
     """Expert ids and float32 weights, the shared experts' weights last.
 
@@ -23,6 +26,8 @@ def route(
     """
     experts = bias.shape[0]
     logits = linear(x.astype(jnp.float32), weight.astype(jnp.float32))
+    if implementation != "xla":
+        return router(logits, bias, scale, experts_per_token=experts_per_token, implementation=implementation)
     scores = jax.nn.sigmoid(logits[:, :experts]) + bias
     # top_k ranks NaN by its sign. It must be chosen, so that it reaches the logits and is reported.
     _, ids = lax.top_k(jnp.where(jnp.isnan(scores), jnp.inf, scores), experts_per_token)

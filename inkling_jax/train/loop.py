@@ -57,11 +57,10 @@ def predict(model: InklingModel, window: Int[Array, "B window"]) -> list[Float[A
     """
     rows = window.shape[1] - len(model.mtp) - 1
     # The table may be float32 (see `loss`): the rows that leave it are rounded as the model's own are.
-    e = model.embed(window).astype(model.unembed.weight[...].dtype)
-    h, _ = model.hidden(e[:, :rows])
+    h, _ = model.hidden(model.embed(window[:, :rows]).astype(model.unembed.weight[...].dtype))
     outputs = [model.logits(h)]
     for d in range(len(model.mtp)):
-        h, _ = model.depth(d, h, e[:, d + 1 : d + 1 + rows])
+        h, _ = model.depth(d, h, window[:, d + 1 : d + 1 + rows])
         outputs.append(model.logits(h))
     return outputs
 

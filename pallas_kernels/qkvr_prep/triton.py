@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels._conv import RowPlan, conv_row, load_taps
+from pallas_kernels._conv import RowPlan, convolve, load_taps
 from pallas_kernels._dispatch import Implementation, next_power_of_2, pallas_call
-from pallas_kernels._rows import Columns
+from pallas_kernels._rows import Columns, both, load_stored
 from pallas_kernels.qkvr_prep.layout import QKVR, Heads, Pages, Weights
 
-GROUP_COLUMNS = 1024  # of one program: 8 heads of 128
+THREADS = 128
+DECODE_COLUMNS = 2 * THREADS  # of one program: two heads of 128 are soon done, and no thread needs another's taps
+PREFILL_COLUMNS = 8 * THREADS  # 16-byte loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class Prep:
 
     heads: Heads
     plan: RowPlan
+    taps: int
     group: int
     tau: bool
     pages: bool
@@ -41,85 +44,93 @@ class Prep:
     def kv_groups(self) -> int:
         return pl.cdiv(self.heads.kv, self.group)
 
-    def tile(self, index: jax.Array, heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Head numbers [G, 1], columns [1, D] and the mask [G, D] of a group of `heads` heads."""
+    def tile(self, index: jax.Array, heads: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Head numbers [G, 1], columns [1, D] and the mask [G, D], if one is needed, of a group of `heads` heads."""
         head = (index * self.group + jnp.arange(self.group))[:, None]
         column = jnp.arange(next_power_of_2(self.heads.dim))[None, :]
-        return head, column, (head < heads) & (column < self.heads.dim)
+        whole = heads % self.group == 0 and column.size == self.heads.dim
+        return head, column, None if whole else (head < heads) & (column < self.heads.dim)
 
 
-def load(ref, index: tuple, mask: jax.Array) -> jax.Array:
-    return plt.load(ref.at[index], mask=mask, other=0.0).astype(jnp.float32)
+def load(ref, index: tuple, mask: jax.Array | None, whether: jax.Array | bool = True) -> jax.Array:
+    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in index))
+    return load_stored(ref.at[index], both(mask, whether, shape))
 
 
-def load_norm(ref, column: jax.Array, mask: jax.Array) -> jax.Array:
+def store(ref, index: tuple, value: jax.Array, mask: jax.Array | None, whether: jax.Array | bool = True) -> None:
+    plt.store(ref.at[index], value.astype(ref.dtype), mask=both(mask, whether, value.shape))
+
+
+def load_norm(ref, column: jax.Array, mask: jax.Array | None, group: int) -> jax.Array:
     """The norm's weight once for each head: a tile of one row would be loaded 2 bytes at a time."""
-    return load(ref, (jnp.broadcast_to(column, mask.shape),), mask)
+    return load(ref, (jnp.broadcast_to(column, (group, column.size)),), mask)
 
 
 def head_norm(x: jax.Array, weight: jax.Array, dim: int, eps: float) -> jax.Array:
     """RMSNorm of each row of a tile [G, D] in float32; lanes past `dim` hold 0."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) / dim + eps) * weight
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) / dim + eps) * weight.astype(jnp.float32)
 
 
 def query_rows(prep: Prep, b, program, count, index, x_ref, norm_ref, tau_ref, out_ref) -> None:
     head, column, mask = prep.tile(index, prep.heads.queries)
-    weight = load_norm(norm_ref, column, mask)
+    weight = load_norm(norm_ref, column, mask, prep.group)
 
-    def row(t):
-        x = load(x_ref, (b, t, head * prep.heads.dim + column), mask & (t < count))
-        y = head_norm(x, weight, prep.heads.dim, prep.eps).astype(out_ref.dtype)
+    def row(t, _):
+        x = load(x_ref, (b, t, head * prep.heads.dim + column), mask, prep.plan.loads(t, count))
+        y = head_norm(x.astype(jnp.float32), weight, prep.heads.dim, prep.eps).astype(out_ref.dtype)
         if tau_ref is not None:
-            y = jnp.where(t < count, y.astype(jnp.float32) * tau_ref[b, t], 0.0).astype(out_ref.dtype)
-        plt.store(out_ref.at[b, t, head, column], y, mask=mask)
+            y = y.astype(jnp.float32) * tau_ref[b, t]
+        store(out_ref, (b, t, head, column), jnp.where(t < count, y, 0.0), mask)
 
-    prep.plan.for_each_row(program, row)
+    prep.plan.for_each_row(program, row, None)
 
 
 def rel_rows(prep: Prep, b, program, count, x_ref, out_ref) -> None:
     columns = Columns.of(prep.heads.queries * prep.heads.rel)
 
-    def row(t):
+    def row(t, _):
         for cols, mask in columns.ranges():
-            inside = cols < columns.width if mask is None else mask
-            r = plt.load(x_ref.at[b, t, prep.heads.starts[3] + cols], mask=inside & (t < count), other=0.0)
-            plt.store(out_ref.at[b, t, cols], r, mask=inside)
+            r = load(x_ref, (b, t, prep.heads.starts[3] + cols), mask, t < count)
+            store(out_ref, (b, t, cols), r, mask)
 
-    prep.plan.for_each_row(program, row)
+    prep.plan.for_each_row(program, row, None)
 
 
 def key_or_value_rows(prep: Prep, b, program, start, count, index, first, refs) -> None:
-    """refs: product, conv taps [K, D, W], norm weight or None, page table or None, ring [B, R, K, D], rows or pages."""
+    """refs: product, taps [K * D * W], norm weight or None, page table or None, ring [B, R, K, D], rows or pages."""
     x_ref, conv_ref, norm_ref, table_ref, ring_ref, out_ref = refs
-    dim = prep.heads.dim
+    dim, plan = prep.heads.dim, prep.plan
     head, column, mask = prep.tile(index, prep.heads.kv)
-    taps = load_taps(conv_ref, (head, column), mask)
-    weight = None if norm_ref is None else load_norm(norm_ref, column, mask)
 
-    def row(t):
-        live = t < count
-        y = conv_row(
-            t,
-            start,
-            prep.plan,
-            taps,
-            lambda row, whether: load(x_ref, (b, row, first + head * dim + column), mask & live & whether),
-            lambda slot, whether: load(ring_ref, (b, slot, head, column), mask & live & whether),
-        ).astype(out_ref.dtype)
-        if weight is not None:
-            y = head_norm(y.astype(jnp.float32), weight, dim, prep.eps).astype(out_ref.dtype)
-        if table_ref is None:
-            plt.store(out_ref.at[b, t, head, column], y, mask=mask)
-        else:
+    def load_new(t, whether):
+        return [load(x_ref, (b, t, first + head * dim + column), mask, whether & plan.loads(t, count))]
+
+    def load_ring(slot, whether):
+        return [load(ring_ref, (b, slot, head, column), mask, whether)]
+
+    in_turn = index * prep.group * dim if column.size == dim else None
+    taps = load_taps(conv_ref, prep.taps, head * dim + column, mask, in_turn)
+    weight = None if norm_ref is None else load_norm(norm_ref, column, mask, prep.group)
+
+    def row(t, window):
+        window = [*window, load_new(t, True)]
+        if table_ref is not None:
             page, slot, allocated = page_of(prep, b, t, start, count, table_ref, out_ref)
-            plt.store(out_ref.at[page, head, slot, column], y, mask=mask & allocated)
+        y = convolve([tile for [tile] in window], taps).astype(out_ref.dtype)
+        if weight is not None:
+            y = head_norm(y.astype(jnp.float32), weight, dim, prep.eps)
+        if table_ref is None:
+            store(out_ref, (b, t, head, column), jnp.where(t < count, y, 0.0), mask)
+        else:
+            store(out_ref, (page, head, slot, column), y, mask, allocated)
+        return window[1:]
 
-    def write(t, slot, whether):
-        x = plt.load(x_ref.at[b, t, first + head * dim + column], mask=mask & whether, other=0.0)
-        plt.store(ring_ref.at[b, slot, head, column], x, mask=mask & whether)
+    def store_ring(slot, x, whether):
+        store(ring_ref, (b, slot, head, column), x[0], mask, whether)
 
-    prep.plan.for_each_row(program, row)
-    prep.plan.write_ring(program, start, count, write, prep.barrier)
+    window = plan.rows_before(program, start, prep.taps, load_new, load_ring)
+    plan.for_each_row(program, row, window)
+    plan.write_ring(program, start, count, load_new, store_ring, prep.barrier)
 
 
 def page_of(prep: Prep, b, t, start, count, table_ref, pages_ref) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -140,7 +151,7 @@ def qkvr_prep_kernel(*refs, prep: Prep):
     table_ref = rest.pop(0) if prep.pages else None
     q_ref, r_ref, k_ref, v_ref, k_ring, v_ring = rest[-6:]
     b, program, g = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    start, count = start_ref[b], count_ref[b]
+    start, count = start_ref[b], jnp.minimum(count_ref[b], prep.plan.rows)
     k_group, v_group = g - prep.q_groups, g - prep.q_groups - prep.kv_groups
     _, k_first, v_first, _ = prep.heads.starts
 
@@ -180,10 +191,13 @@ def qkvr_prep_triton(
     """The kernel's call; shapes and results as in the reference."""
     batch, rows, _ = qkvr.shape
     taps = weights.k_conv.shape[1]
-    group = min(max(GROUP_COLUMNS // next_power_of_2(heads.dim), 1), next_power_of_2(heads.kv))
+    plan = RowPlan.of(batch, rows, k_ring.shape[1], taps)
+    columns = DECODE_COLUMNS if plan.block == 1 else PREFILL_COLUMNS
+    group = min(max(columns // next_power_of_2(heads.dim), 1), next_power_of_2(heads.kv))
     prep = Prep(
         heads=heads,
-        plan=RowPlan.of(rows, k_ring.shape[1], taps),
+        plan=plan,
+        taps=taps,
         group=group,
         tau=tau is not None,
         pages=pages is not None,
@@ -196,7 +210,7 @@ def qkvr_prep_triton(
     in_place = [*(pages[:2] if pages is not None else ()), *rings]
     operands = [
         qkvr,
-        *(w.reshape(heads.kv, heads.dim, taps) for w in (weights.k_conv, weights.v_conv)),
+        *(w.reshape(-1) for w in (weights.k_conv, weights.v_conv)),
         weights.q_norm,
         weights.k_norm,
         start,
@@ -217,7 +231,7 @@ def qkvr_prep_triton(
         implementation=implementation,
         grid=(batch, prep.plan.programs, prep.q_groups + 2 * prep.kv_groups + 1),
         out_shape=out_shape,
-        threads=128,
+        threads=THREADS,
         num_stages=1,
         aliases={len(operands) + i: len(out_shape) - len(in_place) + i for i in range(len(in_place))},
     )

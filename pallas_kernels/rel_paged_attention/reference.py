@@ -14,6 +14,7 @@ def reference(
     page_table: Int[Array, "B max_pages"],
     lengths: Int[Array, " B"],
     *,
+    count: Int[Array, " B"],
     rel_logits: Float[Array, "B Q N X"] | None,
     r: Float[Array, "B Q N R"] | None,
     rel_proj: Float[Array, "R X"] | None,
@@ -26,10 +27,11 @@ def reference(
     rows = q.shape[1]
 
     def one(x):
-        q, table, length, rel, tau = x
+        q, table, length, count, rel, tau = x
         k, v = gather_pages(k_pages, table), gather_pages(v_pages, table)
         k_pos = positions(jnp.int32(0), length, k.shape[0])
-        q_pos = jnp.maximum(length - rows + jnp.arange(rows, dtype=jnp.int32), -1)
+        t = jnp.arange(rows, dtype=jnp.int32)
+        q_pos = jnp.where(t < count, jnp.maximum(length - count + t, -1), -1)
         return attend(q, k, v, q_pos, k_pos, rel, tau, scale=scale, extent=extent, window=window)
 
-    return jax.lax.map(one, (q, page_table, lengths, project(r, rel_proj, rel_logits), tau))
+    return jax.lax.map(one, (q, page_table, lengths, count, project(r, rel_proj, rel_logits), tau))

@@ -8,17 +8,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels._conv import RowPlan, conv_row, load_taps
+from pallas_kernels._conv import RowPlan, convolve, load_taps
 from pallas_kernels._dispatch import Implementation, pallas_call
-from pallas_kernels._rows import Columns, norm_tiles, rounded
+from pallas_kernels._rows import Columns, both, load_stored, norm_tiles, rounded
 
-CHANNELS = 512  # of one program where no norm ties the channels together
+TILE_THREADS = 256  # of one program where no norm ties the channels together, two channels each
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fused:
-    """What follows the convolution in the same launch, and whether a real card runs it."""
+    """How many taps, what follows the convolution in the same launch, and whether a real card runs it."""
 
+    taps: int
     residual: bool
     norm: bool
     barrier: bool
@@ -26,48 +27,51 @@ class Fused:
 
 
 def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
-    """refs: x, weight, start, count, [residual], [norm weight], ring, out, [normed], ring again, in place."""
+    """refs: x, weight [C * W], start, count, [residual], [norm weight], ring, out, [normed], ring again, in place.
+
+    What depends on neither start nor count is loaded first, and what a program keeps it keeps as it is stored.
+    """
     x_ref, weight_ref, start_ref, count_ref, *rest = refs
     residual_ref = rest.pop(0) if fused.residual else None
     norm_ref = rest.pop(0) if fused.norm else None
     _, out_ref, *normed_ref, ring_ref = rest
     b, program = pl.program_id(0), pl.program_id(1)
-    start, count = start_ref[b], count_ref[b]
-    tiles = columns.ranges() if fused.norm else [columns.range_of(pl.program_id(2))]
+    start, count = start_ref[b], jnp.minimum(count_ref[b], plan.rows)
+    indices = range(columns.count) if fused.norm else [pl.program_id(2)]
+    tiles = [columns.range_of(index) for index in indices]
 
-    def load(ref, row, cols, mask, whether):
-        mask = jnp.broadcast_to(whether, cols.shape) & (cols < columns.width if mask is None else mask)
-        return plt.load(ref.at[b, row, cols], mask=mask, other=0.0).astype(jnp.float32)
+    def load(ref, row, whether: jax.Array | bool = True):
+        masks = [both(mask, whether, cols.shape) for cols, mask in tiles]
+        return [load_stored(ref.at[b, row, cols], m) for (cols, _), m in zip(tiles, masks, strict=True)]
 
-    def convolved(t, cols, mask):
-        live = t < count
-        y = conv_row(
-            t,
-            start,
-            plan,
-            load_taps(weight_ref, (cols,), cols < columns.width),
-            lambda row, whether: load(x_ref, row, cols, mask, live & whether),
-            lambda row, whether: load(ring_ref, row, cols, mask, live & whether),
-        )
+    def store(ref, row, values, whether: jax.Array | bool = True):
+        for (cols, mask), value in zip(tiles, values, strict=True):
+            plt.store(ref.at[b, row, cols], value.astype(ref.dtype), mask=both(mask, whether, cols.shape))
+
+    def load_new(t, whether: jax.Array | bool = True):
+        return load(x_ref, t, whether & plan.loads(t, count))
+
+    taps = [
+        load_taps(weight_ref, fused.taps, cols, mask, index * columns.tile)
+        for index, (cols, mask) in zip(indices, tiles, strict=True)
+    ]
+    norm = columns.load(norm_ref) if fused.norm else None
+
+    def row(t, window):
+        window = [*window, load_new(t)]
+        ys = [convolve(rows, w) for *rows, w in zip(*window, taps, strict=True)]
         if residual_ref is not None:
-            y = y.astype(out_ref.dtype).astype(jnp.float32) + load(residual_ref, t, cols, mask, live)
-        return y
+            residual = load(residual_ref, t, plan.loads(t, count))
+            ys = [y + r.astype(jnp.float32) for y, r in zip(rounded(ys, out_ref.dtype), residual, strict=True)]
+        ys = [jnp.where(t < count, y, 0.0) for y in ys]
+        store(out_ref, t, ys)
+        if norm is not None:
+            store(normed_ref[0], t, norm_tiles(rounded(ys, out_ref.dtype), norm, columns.width, fused.eps))
+        return window[1:]
 
-    def row(t):
-        ys = [convolved(t, cols, mask) for cols, mask in tiles]
-        for y, (cols, mask) in zip(ys, tiles, strict=True):
-            plt.store(out_ref.at[b, t, cols], y.astype(out_ref.dtype), mask=mask)
-        if norm_ref is not None:
-            normed = norm_tiles(rounded(ys, out_ref.dtype), columns.load(norm_ref), columns.width, fused.eps)
-            columns.store(normed_ref[0], normed, b, t)
-
-    def write(t, slot, whether):
-        for cols, mask in tiles:
-            mask = jnp.broadcast_to(whether, cols.shape) & (cols < columns.width if mask is None else mask)
-            plt.store(ring_ref.at[b, slot, cols], plt.load(x_ref.at[b, t, cols], mask=mask, other=0.0), mask=mask)
-
-    plan.for_each_row(program, row)
-    plan.write_ring(program, start, count, write, fused.barrier)
+    window = plan.rows_before(program, start, fused.taps, load_new, functools.partial(load, ring_ref))
+    plan.for_each_row(program, row, window)
+    plan.write_ring(program, start, count, load_new, functools.partial(store, ring_ref), fused.barrier)
 
 
 def short_conv_triton(
@@ -83,20 +87,21 @@ def short_conv_triton(
 ) -> tuple[jax.Array, ...]:
     """The kernel's call; shapes and results as in the reference."""
     batch, rows, width = x.shape
-    norm = norm_weight is not None
-    plan = RowPlan.of(rows, ring.shape[1], weight.shape[1])
-    columns = Columns.of(width) if norm else Columns.of(width, most=CHANNELS)
-    operands = [a for a in (x, weight, start, count, residual, norm_weight, ring) if a is not None]
+    norm, taps = norm_weight is not None, weight.shape[1]
+    plan = RowPlan.of(batch, rows, ring.shape[1], taps)
+    threads = TILE_THREADS if not norm else 1024 if plan.block == 1 else 512
+    columns = Columns.of(width) if norm else Columns.of(width, most=2 * TILE_THREADS)
+    operands = [a for a in (x, weight.reshape(-1), start, count, residual, norm_weight, ring) if a is not None]
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     outs = [out] * (1 + norm)
-    fused = Fused(residual is not None, norm, implementation == "triton", eps)
+    fused = Fused(taps, residual is not None, norm, implementation == "triton", eps)
     call = pallas_call(
         functools.partial(short_conv_kernel, plan=plan, columns=columns, fused=fused),
         op="short_conv",
         implementation=implementation,
         grid=(batch, plan.programs, 1 if norm else columns.count),
         out_shape=[*outs, jax.ShapeDtypeStruct(ring.shape, ring.dtype)],
-        threads=256 if norm else 64,
+        threads=threads,
         num_stages=1,
         aliases={len(operands) - 1: len(outs)},
     )

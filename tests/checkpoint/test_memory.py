@@ -1,6 +1,7 @@
-"""Loading needs no more host memory beyond the model than the largest tensor and a few pieces."""
+"""Loading needs no more memory beyond the model than the largest tensor and a few pieces; quantising, an expert."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,14 +23,18 @@ SLACK = 16 << 20  # what the process itself takes while it loads; an extra copy 
 MEASURE = """
 import json, resource, sys, threading, time
 import jax
-from inkling_jax.checkpoint import files, load_parameters
+from inkling_jax.checkpoint import files, find_quantization, load_parameters, quantize
 from inkling_jax.config import InklingConfig
 from inkling_jax.nn import abstract_parameters
+from pallas_kernels import fp4
 
-files._PIECE_BYTES = int(sys.argv[2])
-config = InklingConfig.from_path(sys.argv[1])
-abstract = abstract_parameters(config)
+action, path = sys.argv[1:3]
+files._PIECE_BYTES = int(sys.argv[3])
+config = InklingConfig.from_path(path)
+abstract = abstract_parameters(config, quantization=find_quantization(path, config) if action == "keep" else None)
 jax.block_until_ready(jax.device_put(jax.numpy.ones(3)))
+for shape in ((1, 2, 512, 512), (1, 512, 512)) if action == "quantise" else ():  # compiling is not counted
+    jax.block_until_ready(fp4.quantize(jax.numpy.ones(shape, "bfloat16"), "nvfp4"))
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -44,11 +49,22 @@ def watch():
         time.sleep(0.0005)
 thread = threading.Thread(target=watch)
 thread.start()
-params = load_parameters(sys.argv[1], config, abstract, progress=False)
+if action == "quantise":
+    quantize(path, path + "-nvfp4", "nvfp4", progress=False)
+    size = 0
+else:
+    params = load_parameters(path, config, abstract, progress=False)
+    size = sum(a.nbytes for a in params.values())
 done = True
 thread.join()
-print(json.dumps({"peak": peak - before, "model": sum(a.nbytes for a in params.values())}))
+print(json.dumps({"peak": peak - before, "model": size}))
 """
+
+
+def measure(action: str, path: Path) -> dict[str, int]:
+    command = [sys.executable, "-c", MEASURE, action, str(path), str(PIECE)]
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # the tests' are slow to run
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
@@ -58,8 +74,17 @@ def test_peak_memory(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "model", CONFIG, params, layout="original", max_shard_bytes=10**12)
     sizes = [array.nbytes for array in params.values()]
     del params
-    command = [sys.executable, "-c", MEASURE, str(tmp_path / "model"), str(PIECE)]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert found["model"] == sum(sizes) > 3 * max(sizes)
-    assert found["peak"] >= 0.9 * found["model"]  # the measurement sees the arrays
-    assert found["peak"] < found["model"] + max(sizes) + SLACK
+    plain = measure("load", tmp_path / "model")
+    assert plain["model"] == sum(sizes) > 3 * max(sizes)
+    assert plain["peak"] >= 0.9 * plain["model"]  # the measurement sees the arrays
+    assert plain["peak"] < plain["model"] + max(sizes) + SLACK
+
+    # 45 MB, as many with 20 experts as with 200.
+    assert measure("quantise", tmp_path / "model")["peak"] < max(sizes) - SLACK
+    packed = tmp_path / "model-nvfp4"
+    kept = measure("keep", packed)
+    assert kept["model"] < 0.7 * plain["model"]
+    assert kept["peak"] < kept["model"] + max(sizes) + SLACK  # the first layer's experts are the largest still
+    unpacked = measure("unpack", packed)
+    assert unpacked["model"] == plain["model"]
+    assert unpacked["peak"] < unpacked["model"] + max(sizes) + SLACK

@@ -128,12 +128,12 @@ def test_nothing_half_written_is_left(
     source = tiny.write(tmp_path / "source", tiny.original(tiny.random_parameters()))
     calls = iter(range(20))
 
-    def failing(*args: Any, real: Any = files_module._write_tensor) -> None:
+    def failing(*args: Any, real: Any = files_module._write_tensors) -> None:
         if next(calls, None) is None:
             raise error
         real(*args)
 
-    monkeypatch.setattr(files_module, "_write_tensor", failing)
+    monkeypatch.setattr(files_module, "_write_tensors", failing)
     with pytest.raises((KeyboardInterrupt, OSError)):
         save_checkpoint(target, tiny.CONFIG, PARAMS, layout="original", max_shard_bytes=1000)
     with pytest.raises((KeyboardInterrupt, OSError)):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,14 @@ CONFIG = InklingConfig(
     chain_norm=True,
 )
 ABSTRACT = abstract_parameters(CONFIG)
+# The same with widths that are whole blocks of 4-bit weights.
+WIDE = replace(CONFIG, hidden_size=32, expert_size=64)
 
 
-def random_parameters(seed: int = 0) -> Tensors:
+def random_parameters(seed: int = 0, config: InklingConfig = CONFIG) -> Tensors:
     """Every parameter by dotted path, in the dtype it has in a checkpoint, no two alike."""
     rng = np.random.default_rng(seed)
-    params = {path: rng.normal(size=spec.shape).astype(spec.dtype) for path, spec in ABSTRACT.items()}
+    params = {path: rng.normal(size=x.shape).astype(x.dtype) for path, x in abstract_parameters(config).items()}
     params["unembed.weight"][CONFIG.real_vocab_size :] = 0
     return params
 

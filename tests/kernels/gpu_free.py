@@ -1,5 +1,6 @@
 """Compile kernels for cards that are not here: to Triton IR with plain jax, to machine code with the triton wheel."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -47,9 +48,9 @@ def lower(function, args, arch: str):
 
 
 def kernels(lowered) -> list[Kernel]:
-    """Every Triton kernel of a lowered program. The IR sits in private corners of jax: both ends of its range have it."""
-    from jax._src.lib.mlir import ir
+    """Every Triton kernel of a lowered program. Its IR is in private corners of jax, at both ends of the range."""
     from jax._src.pallas.triton import lowering
+    from jaxlib.mlir import ir
 
     found: list[Kernel] = []
 
@@ -63,10 +64,10 @@ def kernels(lowered) -> list[Kernel]:
                         found.append(read(ir.DictAttr(attributes[key])))
                     visit(inner.operation)
 
-    def read(config) -> Kernel:
+    def read(config: ir.DictAttr) -> Kernel:
         with lowering._new_ir_context():
             module = ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes)
-            text = module.operation.get_asm(enable_debug_info=False)
+            text = str(module.operation.get_asm(enable_debug_info=False))
         number = lambda key: ir.IntegerAttr(config[key]).value  # noqa: E731
         return Kernel(ir.StringAttr(config["name"]).value, text, number("num_warps"), number("num_stages"))
 
@@ -83,6 +84,7 @@ class MachineCode:
     spills: int
 
     @classmethod
+    @functools.cache  # shapes that differ in their grid alone are one kernel
     def of(cls, kernel: Kernel, arch: str) -> "MachineCode":
         import triton
         from triton.backends.compiler import GPUTarget

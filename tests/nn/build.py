@@ -39,15 +39,14 @@ def teacher_forced(
 ) -> dict[str, Any]:
     model = nnx.merge(graph, state)
     batch, length = tokens.shape
-    embedded = model.embed(tokens)
 
     def rows(count: int) -> Rows:
         return Rows(jnp.full(batch, start), jnp.full(batch, count, jnp.int32))
 
-    hidden, _ = model.hidden(embedded, rows(length))
+    hidden, _ = model.hidden(model.embed(tokens), rows(length))
     found: dict[str, Any] = {"hidden": hidden, "logits": model.logits(hidden), "depths": []}
     for d in range(len(model.mtp)):
         count = length - d - 1
-        hidden, _ = model.depth(d, hidden[:, :count], embedded[:, d + 1 :], rows(count))
+        hidden, _ = model.depth(d, hidden[:, :count], tokens[:, d + 1 :], rows(count))
         found["depths"].append(model.logits(hidden))
     return found

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from tests.kernels.oracle import DTYPES, assert_rounds_to, assert_same_arithmetic, bits, f64, jitted, random, rms_norm64
+from tests.kernels.oracle import assert_rounds_to, assert_same_arithmetic, bits, f64, jitted, random, rms_norm64
 from tests.kernels.short_conv.test_short_conv import HISTORY, conv64
 
 qkvr_prep = jitted(pallas_kernels.qkvr_prep)
@@ -65,8 +65,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, jnp.bfloat16) for name in CASES), ("verify", jnp.float16), ("verify", jnp.float32)]
+)
 def test_without_pages_every_step_matches_float64(implementation, name, dtype):
     case = Case(*CASES[name], dtype=dtype)
     got = case.run(implementation)
@@ -87,8 +88,7 @@ def test_without_pages_every_step_matches_float64(implementation, name, dtype):
             np.testing.assert_array_equal(bits(ring[b]), expected)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, jnp.bfloat16) for name in CASES), ("verify", jnp.float32)])
 def test_pages_get_the_rows_and_nothing_else_changes(implementation, name, dtype):
     case = Case(*CASES[name], dtype=dtype)
     size = 6  # no power of two; sequence 1's second page is not allocated
@@ -110,22 +110,25 @@ def test_pages_get_the_rows_and_nothing_else_changes(implementation, name, dtype
 
 
 def test_repeating_entries_keep_the_last_rows(implementation):
-    """A ring of two pages of 4: of 11 new rows the last 8 stay, each where its position says."""
-    case = Case([2], [11], 11, 4)
-    extra = case.pages([[1, 0, 1, 0]], pages=3, size=4)
-    plain, got = case.run(implementation), case.run(implementation, kv_rows=8, **extra)
+    """Two pages of 3 in a ring for each sequence: of its new rows the last 6 stay, each where its position says."""
+    case = Case(*CASES["chunk longer than the ring"], dtype=jnp.bfloat16)
+    table = np.array([[1, 0] * 3, [2, 4] * 3])
+    extra = case.pages(table.tolist(), pages=5, size=3)
+    plain, got = case.run(implementation), case.run(implementation, kv_rows=6, **extra)
     expected = np.array(extra["k_pages"])
-    for t in range(3, 11):
-        expected[[1, 0][(2 + t) // 4 % 2], :, (2 + t) % 4] = plain.k[0, t]
+    for b, (s, c) in enumerate(zip(case.starts, case.counts, strict=True)):
+        for t in range(max(c - 6, 0), c):
+            expected[table[b, (s + t) // 3], :, (s + t) % 3] = plain.k[b, t]
     assert_same_arithmetic(got.k_pages, expected)
 
 
 def test_rows_past_the_table_are_dropped(implementation):
-    case = Case([6], [5], 5, 8)
-    extra = case.pages([[1, 0]], pages=2, size=4)  # positions 8, 9, 10 have no entry
+    case = Case(*CASES["verify"], dtype=jnp.bfloat16)
+    extra = case.pages([[1], [0], [2]], pages=3, size=6)  # positions 6 and 7 of the last sequence have no entry
     plain, got = case.run(implementation), case.run(implementation, **extra)
     expected = np.array(extra["v_pages"])
-    expected[0, :, 2:4] = plain.v[0, :2].swapaxes(0, 1)
+    for page, b, t in ((1, 0, 0), (1, 0, 1), (1, 0, 2), (0, 1, 0), (2, 2, 0)):
+        expected[page, :, case.starts[b] + t] = plain.v[b, t]
     assert_same_arithmetic(got.v_pages, expected)
 
 
@@ -141,12 +144,12 @@ def test_heads_that_are_no_powers_of_two(implementation, heads, kv, dim, rel):
 
 
 def test_tau_multiplies_the_rounded_q_and_nothing_else(implementation):
-    case = Case([0, 5], [2, 3], 3, 6, dtype=jnp.bfloat16)
-    tau = np.array([[1.0, 1.25, np.nan], [1.0625, 1.3, 1.7]], np.float32)
+    case = Case(*CASES["verify"], dtype=jnp.bfloat16)
+    tau = np.array([[1.0, 1.25, 1.5], [1.0625, np.nan, np.nan], [1.0625, 1.3, 1.7]], np.float32)
     plain, got = case.run(implementation), case.run(implementation, tau=jnp.asarray(tau))
-    for b, c in enumerate((2, 3)):
+    for b, c in enumerate(case.counts):
         assert_rounds_to(got.q[b, :c], f64(plain.q[b, :c]) * tau[b, :c, None, None])
-    assert not np.any(f64(got.q[0, 2:]))
+    assert not np.any(f64(got.q[1, 1:]))
     np.testing.assert_array_equal(bits(got.q[0, 0]), bits(plain.q[0, 0]))
     for field in ("r", "k", "v", "k_ring", "v_ring"):
         np.testing.assert_array_equal(bits(getattr(got, field)), bits(getattr(plain, field)))

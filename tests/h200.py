@@ -1,0 +1,74 @@
+"""Compile whole programs for an H200 that is not here: XLA's GPU pipeline, from the wheels of JAX's CUDA plugin."""
+
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+HAS_PLUGIN = importlib.util.find_spec("jax_cuda13_plugin") is not None
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the plugin without NVIDIA's own wheels
+# What XLA asks a card for, as an H200 answers.
+CARD = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+runtime_version { major: 13 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 device_memory_size: 149929347584
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+}
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program: its optimised HLO, the launches that run it, and the bytes of its buffers."""
+
+    hlo: str
+    launches: str
+    memory: Any
+
+    def copies(self) -> list[int]:
+        """The bytes of every array that the program copies."""
+        shapes = re.findall(r"= \(?(\w+)\[([\d,]*)\]\S* copy(?:-start)?\(", self.hlo)
+        bits = {"pred": 8, "bf16": 16}
+        sizes = (np.prod([int(n) for n in dims.split(",") if n], dtype=np.int64) for _, dims in shapes)
+        widths = [bits.get(dtype, int(re.sub(r"\D", "", dtype) or 8)) for dtype, _ in shapes]
+        return [int(n) * width // 8 for n, width in zip(sizes, widths, strict=True)]
+
+    def loop_body(self) -> list[str]:
+        """The launches of the outermost loop's body, each indented below what holds it."""
+        lines = [line for line in self.launches.splitlines() if line.strip() != "condition:"]  # not indented
+        begin = next(i for i, line in enumerate(lines) if re.match(r"\s+body:", line))
+        depth = len(lines[begin]) - len(lines[begin].lstrip())
+        end = next((i for i in range(begin + 1, len(lines)) if indent(lines[i]) <= depth), len(lines))
+        return lines[begin + 1 : end]
+
+
+def indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def compiled(function: Any, args: tuple, folder: Path, **static: Any) -> Program:
+    """The jitted function compiled for arguments of these shapes; XLA leaves its notes in `folder`."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=CARD, topology="1x1x1")
+    sharding = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
+    device = AbstractDevice("NVIDIA H200", None, "cuda")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        lowered = function.trace(*shapes, **static).lower(lowering_platforms=("cuda",))
+    program = lowered.compile(compiler_options={"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True})
+    [launches] = folder.glob("*.thunk_sequence_after_thunk_passes.txt")
+    return Program(program.as_text(), launches.read_text(), program.memory_analysis())
