@@ -76,7 +76,7 @@ def test_generate_can_unpack(command, wide, tmp_path, monkeypatch):
     assert command("quantize", wide, tmp_path / "out", "--format", "nvfp4").code == 0
     asked = []
 
-    def stop(path, dtype, quantization):
+    def stop(path, dtype, quantization, **_):
         asked.append(quantization)
         raise ValueError("enough")
 
