@@ -70,5 +70,5 @@ def compiled(function: Any, args: tuple, folder: Path, **static: Any) -> Program
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         lowered = function.trace(*shapes, **static).lower(lowering_platforms=("cuda",))
     program = lowered.compile(compiler_options={"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True})
-    [launches] = folder.glob("*.thunk_sequence_after_thunk_passes.txt")
+    *_, launches = sorted(folder.glob("*.thunk_sequence*.txt"))  # the last: after all passes, where one changed it
     return Program(program.as_text(), launches.read_text(), program.memory_analysis())
