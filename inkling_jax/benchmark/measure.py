@@ -18,11 +18,10 @@ from ..decode.engine import Engine, chunk_rows
 from ..decode.request import Request
 from ..decode.session import Session
 from ..decode.state import DecodeState, Settings
-from .routing import routing
+from .routing import EXTRA_ROUNDS, routing
 from .traffic import decode_bytes, prefill_bytes, prefill_flops, uniform_hits
 from .weights import fill
 
-PROFILED_ROUNDS = 4
 Row = dict[str, Any]
 
 
@@ -39,8 +38,8 @@ class Effort:
     profile: Path | None
 
     def new_tokens(self, drafts: int) -> int:
-        """Room for a window in which everything is accepted."""
-        return self.rounds * (drafts + 1)
+        """Room for a window, or for the extra rounds, in which everything is accepted."""
+        return max(self.rounds, EXTRA_ROUNDS) * (drafts + 1)
 
     def trace(self, name: str) -> AbstractContextManager[Any]:
         return nullcontext() if self.profile is None else jax.profiler.trace(str(self.profile / name))
@@ -82,7 +81,7 @@ def decode(engine: Engine, rate: float, effort: Effort, hits: Hits, sequences: i
     memory = device_memory()
     if effort.profile is not None:
         with effort.trace(f"decode-{sequences}x{context}-{drafts}drafts"):
-            state = run_rounds(engine, reset(state), settings, PROFILED_ROUNDS, drafts)
+            state = run_rounds(engine, reset(state), settings, EXTRA_ROUNDS, drafts)
     warning = hits.look(engine, reset(state), settings, sequences, drafts)
     measured = hits.known.get((sequences, drafts))
     per_layer = _uniform(engine, sequences * (drafts + 1)) if measured is None else measured

@@ -182,9 +182,12 @@ def _points(
         return fitting or [(1, config.max_context - new)]
     if (sequences is not None and not sequences) or (context is not None and not context):
         raise ValueError("sequences, context: expected at least one number of each")
-    for length in context or (1024,):
-        _fits(config, "context", _whole("context", length, 1), new)
-    return [(_whole("sequences", batch, 1), length) for batch in sequences or (1,) for length in context or (1024,)]
+    points = [
+        (_whole("sequences", b, 1), _whole("context", n, 1)) for b in sequences or (1,) for n in context or (1024,)
+    ]
+    for _, length in points:
+        _fits(config, "context", length, new)
+    return points
 
 
 def _length(config: InklingConfig, name: str, tokens: int | None, default: int, new: int) -> int:
