@@ -28,6 +28,7 @@ EFFORT = measure.Effort(rounds=3, windows=2, seed=0, profile=None)
 @pytest.fixture(autouse=True)
 def known_rate(monkeypatch):
     monkeypatch.setattr(run, "copy_rate", lambda *_: RATE)
+    monkeypatch.setattr(run, "enable_cache", lambda: None)
 
 
 @pytest.fixture(scope="module")
