@@ -1,5 +1,6 @@
 """How many experts a round hits: with few rows, that decides what a step must read."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,17 +48,21 @@ def watch(model: InklingModel) -> list[Int[Array, ""]]:
     return seen
 
 
-def routing(engine: Engine, state: DecodeState, settings: Settings, drafts: int) -> list[float]:
-    """Mean over a few more rounds of the experts that the verify's rows hit, layer by layer. Consumes the state."""
+def counted_round(engine: Engine, drafts: int) -> Callable[..., tuple[DecodeState, list[Int[Array, ""]]]]:
+    """A jitted round that also gives the experts hit in each MoE layer. Takes leaves, the donated state, settings."""
 
     def run(leaves: list[Array], state: DecodeState, settings: Settings) -> tuple[DecodeState, list[Int[Array, ""]]]:
         model = engine.model(leaves)
         seen = watch(model)
         return one_round(model, state, settings, drafts, pick), seen
 
-    step = jax.jit(run, donate_argnums=1)
-    counts = []
+    return jax.jit(run, donate_argnums=1)
+
+
+def routing(engine: Engine, state: DecodeState, settings: Settings, drafts: int) -> list[float]:
+    """Mean over a few more rounds of the experts that the verify's rows hit, layer by layer. Consumes the state."""
+    step, counts = counted_round(engine, drafts), []
     for _ in range(EXTRA_ROUNDS):
         state, seen = step(engine.leaves, state, settings)
         counts.append([int(count) for count in seen])
-    return np.mean(counts, axis=0).tolist() if counts[0] else []
+    return np.mean(counts, axis=0).tolist()

@@ -125,7 +125,7 @@ def header(report: dict[str, Any]) -> list[str]:
     weights = f"{in_bytes(report['weights_bytes'])} in {report['dtype']}, drawn in {report['weights_seconds']:.1f} s"
     return [
         f"{report['model']} on {where}, implementation {report['implementation']}",
-        f"{report['parameters'] / 1e9:.3f} billion random weights, {weights}",
+        f"{report['parameters']:,} random weights, {weights}",
         f"copy rate {report['copy_rate'] / 1e12:.3f} TB/s; medians of {report['windows']} windows of "
         f"{report['rounds']} rounds",
     ]

@@ -14,6 +14,7 @@ from inkling_jax.benchmark.routing import experts_hit
 from inkling_jax.benchmark.traffic import decode_bytes, prefill_bytes
 from inkling_jax.benchmark.weights import random_parameters
 from inkling_jax.cache import CacheShape, make_cache
+from inkling_jax.compilation import announce
 from inkling_jax.config import ConfigError
 from inkling_jax.decode.engine import Engine
 from inkling_jax.decode.state import RUNNING
@@ -58,6 +59,17 @@ def test_a_window_is_one_call_of_many_rounds(decoded):
     assert 1 <= row["tokens_per_round"] <= 2
     assert row["tokens_per_second"] == pytest.approx(3 * row["tokens_per_round"] / row["ms"] * 1e3)
     assert row["compile_seconds"] > 0
+
+
+def test_no_window_compiles(engine, decoded):
+    state, settings = measure.occupied(engine, EFFORT, sequences=3, context=40, drafts=1)
+    reset = measure._resetting(state)
+    state = measure.run_rounds(engine, state, settings, 2, 1)
+    with announce("the windows") as watch:
+        for _ in range(2):
+            state = measure.run_rounds(engine, reset(state), settings, 3, 1)
+    assert watch.seconds == 0
+    assert (np.asarray(state.rounds)[:3] == 8).all()
 
 
 def test_the_share_is_of_the_bytes_at_the_copy_rate(decoded):
