@@ -14,6 +14,7 @@ import numpy as np
 
 from ..cache import CacheShape, make_cache
 from ..compilation import announce
+from ..config import InklingConfig
 from ..decode.engine import Engine, chunk_rows
 from ..decode.request import Request
 from ..decode.session import Session
@@ -66,6 +67,7 @@ class Hits:
 
 def decode(engine: Engine, rate: float, effort: Effort, hits: Hits, sequences: int, context: int, drafts: int) -> Row:
     """A round of `sequences` sequences of `context` tokens: milliseconds, tokens, bytes, and what is hit."""
+    config, rows = engine.config, sequences * (drafts + 1)
     state, settings = occupied(engine, effort, sequences, context, drafts)
     reset = _resetting(state)
     with announce(f"the decoding loop, {sequences} x {context}, {drafts} drafts") as watch:
@@ -78,33 +80,32 @@ def decode(engine: Engine, rate: float, effort: Effort, hits: Hits, sequences: i
         state = run_rounds(engine, state, settings, effort.rounds, drafts)
         times.append(time.perf_counter() - begin)
         added += _check(state, before, sequences, context, effort.rounds)
-    memory = device_memory()
+    memory = {"cache_bytes": cache_bytes(engine, effort, sequences, context, drafts), **device_memory()}
     if effort.profile is not None:
         with effort.trace(f"decode-{sequences}x{context}-{drafts}drafts"):
             state = run_rounds(engine, reset(state), settings, EXTRA_ROUNDS, drafts)
     warning = hits.look(engine, reset(state), settings, sequences, drafts)
     measured = hits.known.get((sequences, drafts))
-    per_layer = _uniform(engine, sequences * (drafts + 1)) if measured is None else measured
-    length = context + (added / (effort.windows * sequences) - 1) / 2  # the mean over a window
-    sizes = decode_bytes(engine.config, engine.dtype, sequences, length, drafts, per_layer)
+    by_layer = _uniform(config, rows) if measured is None else measured
+    per_window = added / (effort.windows * sequences)  # tokens of a sequence
+    sizes = decode_bytes(config, engine.dtype, sequences, context + (per_window - 1) / 2, drafts, by_layer)
     seconds = statistics.median(times) / effort.rounds
-    per_round = added / (effort.windows * effort.rounds * sequences)
     return {
         "ms": 1e3 * seconds,
         "ms_windows": [1e3 * t / effort.rounds for t in times],
-        "tokens_per_round": per_round,
-        "tokens_per_second": sequences * per_round / seconds,
+        "tokens_per_round": per_window / effort.rounds,
+        "tokens_per_second": sequences * per_window / effort.rounds / seconds,
         "compile_seconds": watch.seconds,
         "routing": {
             "measured": measured is not None,
-            "rows": sequences * (drafts + 1),
-            "experts": engine.config.num_experts,
-            "hit_by_layer": per_layer,
-            "hit": statistics.fmean(per_layer) if per_layer else None,
-            "hit_if_uniform": uniform_hits(engine.config, sequences * (drafts + 1)),
+            "rows": rows,
+            "experts": config.num_experts,
+            "hit_by_layer": by_layer,
+            "hit": statistics.fmean(by_layer) if by_layer else None,
+            "hit_if_uniform": uniform_hits(config, rows),
         },
         **_limit(sizes, rate, seconds),
-        "memory": {"cache_bytes": cache_bytes(engine, effort, sequences, context, drafts), **memory},
+        "memory": memory,
     } | ({"warning": warning} if warning else {})
 
 
@@ -114,8 +115,7 @@ def occupied(engine: Engine, effort: Effort, sequences: int, context: int, draft
     tokens = rng.integers(engine.config.real_vocab_size, size=(sequences, context)).tolist()
     requests = [_request(engine, prompt, effort.new_tokens(drafts)) for prompt in tokens]
     state, settings = engine.start(requests, drafts)
-    kept = state.cache.layers, state.cache.depths, state.hidden
-    leaves, tree = jax.tree.flatten(kept)
+    leaves, tree = jax.tree.flatten((state.cache.layers, state.cache.depths, state.hidden))
     seeds = rng.integers(2**32, size=len(leaves), dtype=np.uint32)
     layers, depths, hidden = tree.unflatten([fill(leaf, own, 1.0) for leaf, own in zip(leaves, seeds, strict=True)])
     return replace(state, cache=replace(state.cache, layers=layers, depths=depths), hidden=hidden), settings
@@ -165,7 +165,7 @@ def first_token(engine: Engine, rate: float, effort: Effort, tokens: int, drafts
 
     times, compiling = _repeat(run, effort, f"first-token-{tokens}")
     seconds = statistics.median(times)
-    sizes = decode_bytes(engine.config, engine.dtype, 1, tokens, drafts, _uniform(engine, drafts + 1))
+    sizes = decode_bytes(engine.config, engine.dtype, 1, tokens, drafts, _uniform(engine.config, drafts + 1))
     if tokens > 1:
         chunk = chunk_rows(tokens - 1, 1)
         read = prefill_bytes(engine.config, engine.dtype, tokens - 1, chunk, drafts)
@@ -227,8 +227,7 @@ def _check(state: DecodeState, before: np.ndarray, sequences: int, context: int,
     return int(np.asarray(state.length)[:sequences].sum()) - sequences * context
 
 
-def _uniform(engine: Engine, rows: int) -> list[float]:
-    config = engine.config
+def _uniform(config: InklingConfig, rows: int) -> list[float]:
     return [uniform_hits(config, rows)] * (config.num_layers - len(config.dense_layers))
 
 

@@ -21,7 +21,7 @@ from inkling_jax.decode.state import RUNNING
 from inkling_jax.nn import abstract_parameters
 from tests import reference
 
-CONFIG = replace(reference.BASE, num_layers=2, local_layers=(0,), mtp_depths=1, mtp_local=(0,))
+CONFIG = replace(reference.BASE, num_layers=1, local_layers=(), dense_layers=(), mtp_depths=1, mtp_local=(0,))
 RATE = 1e9
 EFFORT = measure.Effort(rounds=3, windows=2, seed=0, profile=None)
 
@@ -37,7 +37,7 @@ def engine():
     """A router that knows four of the eight experts: a bias outweighs the scores of the others."""
     bias = jnp.zeros(8, jnp.float32).at[jnp.array([1, 3, 4, 6])].set(9)
     with jax.numpy_dtype_promotion("strict"):  # as in every test: what is compiled here is theirs too
-        params = random_parameters(CONFIG, "float32", 0) | {"layers.1.mlp.router.bias": bias}
+        params = random_parameters(CONFIG, "float32", 0) | {"layers.0.mlp.router.bias": bias}
     return Engine(CONFIG, params, "float32")
 
 
@@ -92,7 +92,7 @@ def test_experts_that_are_hit_are_counted(decoded):
     """Six rows choose three of four experts each, the rows of the padding sequence none."""
     found = decoded[0]["routing"]
     assert found["measured"] and found["rows"] == 6 and found["experts"] == 8
-    assert found["hit_by_layer"] == [found["hit"]]  # the other layer is dense
+    assert found["hit_by_layer"] == [found["hit"]]  # a depth has no experts
     assert 3 < found["hit"] <= 4 and found["hit_if_uniform"] == pytest.approx(8 * (1 - (5 / 8) ** 6))
 
 

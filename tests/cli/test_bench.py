@@ -17,7 +17,7 @@ def model(tmp_path, monkeypatch):
     """A config.json of a tiny model; a copy rate that needs no measuring, and no cache on disk."""
     monkeypatch.setattr(run, "copy_rate", lambda *_: 1e9)
     monkeypatch.setattr(run, "enable_cache", lambda: None)
-    config = replace(CONFIG, mtp_depths=1, mtp_local=(0,), eos_token_ids=())
+    config = replace(CONFIG, num_layers=1, local_layers=(), dense_layers=(), mtp_depths=1, mtp_local=(0,))
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict("original")))
     return tmp_path / "config.json"
 
