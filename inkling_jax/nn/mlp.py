@@ -8,11 +8,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels import moe
 from pallas_kernels.fp4 import FP4, quantize
 
 from ..cache import Rows
 from ..config import InklingConfig
-from ..ops import mixture, route, swiglu
+from ..ops import route, swiglu
 from ..quantization import Format
 from .basic import Axes, constant, normal
 
@@ -97,7 +98,7 @@ class MoE(nnx.Module):
         ids, weights = route(
             flat, self.router.weight[...], self.router.bias[...], scale, self.experts_per_token, rows.implementation
         )
-        y = mixture(
+        y = moe(
             flat,
             ids,
             weights,
@@ -105,6 +106,7 @@ class MoE(nnx.Module):
             self.experts.w2[...],
             self.shared.w13[...],
             self.shared.w2[...],
-            rows.real(x.shape[1]).reshape(-1),
+            valid=rows.real(x.shape[1]).reshape(-1),
+            implementation=rows.implementation,
         )
         return y.reshape(x.shape)
