@@ -24,8 +24,8 @@ examples:
   inkling-jax bench nano --quick             a small model, on any machine
 
 MODEL is {", ".join(PRESETS)}, nano, a config.json or a directory with one.
-Weights are drawn at random on the device, none are read. A row is printed when it is measured; --json rewrites FILE after each, so that an interrupted
-run keeps its figures. The exit code is 1 when a row failed.
+Weights are drawn at random on the device, none are read. A row is printed when it is measured; --json rewrites FILE
+after each, so that an interrupted run keeps its figures. The exit code is 1 when a row failed.
 
 columns: ms a round (the median of the windows); the limit is the bytes that a round must read, counted from the model,
 at the rate of a plain copy measured in the same run, and the share is how much of that rate is reached. "hit" is how
