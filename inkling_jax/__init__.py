@@ -1,5 +1,6 @@
 """Inkling in JAX: load a checkpoint, generate text with drafts from its own MTP depths, convert and inspect."""
 
+from .benchmark import bench
 from .checkpoint import quantize
 from .config import InklingConfig
 from .errors import CheckpointError, ConfigError
@@ -16,6 +17,7 @@ __all__ = [
     "InklingConfig",
     "Statistics",
     "Stream",
+    "bench",
     "load",
     "quantize",
     "save",

@@ -14,7 +14,7 @@ from inkling_jax.spelling import KEYS, STANDARD_END_TOKENS, Layout
 
 __all__ = ["PRESETS", "AttentionShape", "CheckpointError", "ConfigError", "InklingConfig", "Layout", "read_json"]
 
-PRESETS = ("inkling", "inkling-small", "slice-8")
+PRESETS = ("inkling", "inkling-small", "slice-8", "small-slice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,11 @@ class InklingConfig:
 
     @classmethod
     def from_name(cls, name: str) -> "InklingConfig":
-        """One of the published sizes: `inkling`, `inkling-small`, or `slice-8`, a few wide layers for measurements."""
+        """One of the published sizes, `inkling` or `inkling-small`, or a few layers of their widths for measurements.
+
+        `slice-8` is of Inkling's: 8 layers of 64 experts and one MTP depth. `small-slice` is of Inkling-Small's: 6
+        layers with all 256 experts and 4 depths, 59 GB in bfloat16. Both fit one card.
+        """
         if name not in PRESETS:
             raise ConfigError(f"no config is called {name!r}; expected one of {', '.join(PRESETS)}")
         text = (resources.files("inkling_jax") / "configs" / f"{name}.json").read_text(encoding="utf-8")

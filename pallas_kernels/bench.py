@@ -65,9 +65,9 @@ def sweep(buffer: jax.Array, steps: int) -> jax.Array:
     return lax.fori_loop(0, steps, lambda _, x: x + 1, buffer)
 
 
-def copy_rate() -> float:
-    """Bytes a second, read and written, of passing once over 1 GiB."""
-    steps, buffer = 20, jnp.zeros(2**28, jnp.float32)
+def copy_rate(size: int = 2**30) -> float:
+    """Bytes a second, read and written, of passing once over `size` bytes."""
+    steps, buffer = 20, jnp.zeros(size // 4, jnp.float32)
     return steps * 2 * buffer.nbytes / seconds(lambda x: sweep(x, steps), buffer)
 
 

@@ -407,6 +407,14 @@ def test_presets(name: str) -> None:
     assert [i for i in range(config.num_layers) if not config.is_local(i)] == list(range(5, config.num_layers, 6))
 
 
+def test_small_slice_has_the_widths_of_inkling_small_on_one_card() -> None:
+    """Every field but the counts of layers and depths is the release's, and the weights are 59 GB."""
+    whole, few = InklingConfig.from_name("inkling-small"), InklingConfig.from_name("small-slice")
+    counts = dict(num_layers=6, local_layers=(0, 1, 2, 3, 4), mtp_depths=4, mtp_local=(0, 2))
+    assert few == replace(whole, **counts)
+    assert 58e9 < sum(spec.size * spec.dtype.itemsize for spec in abstract_parameters(few).values()) < 60e9
+
+
 def test_unknown_preset() -> None:
     with pytest.raises(ConfigError, match="'inkling-huge'.*inkling-small"):
         InklingConfig.from_name("inkling-huge")

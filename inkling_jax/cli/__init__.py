@@ -1,7 +1,7 @@
 """The `inkling-jax` command: a file per subcommand, and here what they share: the parser, errors, exit codes.
 
-Exit codes: 0 done; 1 `doctor` found something broken; 2 a wrong argument or a checkpoint that cannot be used;
-130 interrupted.
+Exit codes: 0 done; 1 `doctor` found something broken or a row of `bench` failed; 2 a wrong argument or a checkpoint
+that cannot be used; 130 interrupted.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import convert, doctor, generate, inspect, quantize
+from . import bench, convert, doctor, generate, inspect, quantize
 
 BROKEN_PIPE, INTERRUPTED, WRONG_USE = 141, 130, 2
 
@@ -24,6 +24,7 @@ examples:
   inkling-jax inspect inkling                            a published size, without weights
   inkling-jax convert nano ./nano-hf --layout transformers
   inkling-jax quantize nano ./nano-nvfp4 --format nvfp4
+  inkling-jax bench slice-8 --quick                      how fast is this machine?
   inkling-jax doctor                                     is this machine ready?
 
 A model is a directory, an id on the Hugging Face hub, or "nano", which comes with the package.
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     common = _Parser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where in the program an error arose")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (generate, inspect, convert, quantize, doctor):
+    for module in (generate, inspect, convert, quantize, bench, doctor):
         command = commands.add_parser(
             module.__name__.rpartition(".")[2],
             parents=[common],

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -16,6 +16,24 @@ def whole(least: int) -> Callable[[str], int]:
         if value < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} up")
         return value
+
+    return parse
+
+
+def wholes(least: int) -> Callable[[str], list[int]]:
+    """Integers of at least `least`, separated by commas."""
+    one = whole(least)
+    return lambda text: [one(part) for part in text.split(",")]
+
+
+def some_of(names: Sequence[str]) -> Callable[[str], list[str]]:
+    """Some of these words, separated by commas, in their own order."""
+
+    def parse(text: str) -> list[str]:
+        asked = text.split(",")
+        if unknown := [word for word in asked if word not in names]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(names)}")
+        return [name for name in names if name in asked]
 
     return parse
 

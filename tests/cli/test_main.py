@@ -10,7 +10,7 @@ import pytest
 
 from inkling_jax.cli import generate
 
-COMMANDS = ("generate", "inspect", "convert", "quantize", "doctor")
+COMMANDS = ("generate", "inspect", "convert", "quantize", "bench", "doctor")
 # A test run that a shell put into the background ignores Ctrl-C, and a process inherits that: hence the handler.
 PROGRAM = """
 import signal, sys

@@ -1,0 +1,68 @@
+"""How many experts a round hits: with few rows, that decides what a step must read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from ..cache import Rows
+from ..decode.engine import Engine
+from ..decode.loop import one_round, pick
+from ..decode.state import DecodeState, Settings
+from ..nn import InklingModel
+from ..ops import route
+
+EXTRA_ROUNDS = 4  # beside the timed ones: too few to cost time, enough for a mean
+
+
+def experts_hit(ids: Int[Array, "M A"], valid: Bool[Array, " M"], experts: int) -> Int[Array, ""]:
+    """Distinct experts among those of the valid rows."""
+    flat = jnp.where(valid[:, None], ids, experts)
+    return jnp.zeros(experts + 1, jnp.int32).at[flat].set(1)[:experts].sum()
+
+
+class Watched:
+    """An MoE that notes how many experts its rows hit."""
+
+    def __init__(self, moe: Any, seen: list[Int[Array, ""]]):
+        self._moe, self._seen = moe, seen
+
+    def __call__(self, x: Float[Array, "B T H"], rows: Rows) -> Float[Array, "B T H"]:
+        moe, router = self._moe, self._moe.router
+        flat, scale = x.reshape(-1, x.shape[-1]), moe.route_scale * router.scale[0]
+        operands = flat, router.weight[...], router.bias[...], scale, moe.experts_per_token
+        ids, _ = route(*operands, rows.implementation)
+        self._seen.append(experts_hit(ids, rows.real(x.shape[1]).reshape(-1), router.bias[...].shape[0]))
+        return moe(x, rows)
+
+
+def watch(model: InklingModel) -> list[Int[Array, ""]]:
+    """Wraps the MoEs of a model that is being traced; the list fills, one count a layer, as its layers are called."""
+    seen: list[Int[Array, ""]] = []
+    for layer in model.layers:
+        if hasattr(layer.mlp, "router"):
+            object.__setattr__(layer, "mlp", Watched(layer.mlp, seen))
+    return seen
+
+
+def counted_round(engine: Engine, drafts: int) -> Callable[..., tuple[DecodeState, list[Int[Array, ""]]]]:
+    """A jitted round that also gives the experts hit in each MoE layer. Takes leaves, the donated state, settings."""
+
+    def run(leaves: list[Array], state: DecodeState, settings: Settings) -> tuple[DecodeState, list[Int[Array, ""]]]:
+        model = engine.model(leaves)
+        seen = watch(model)
+        return one_round(model, state, settings, drafts, pick), seen
+
+    return jax.jit(run, donate_argnums=1)
+
+
+def routing(engine: Engine, state: DecodeState, settings: Settings, drafts: int) -> list[float]:
+    """Mean over a few more rounds of the experts that the verify's rows hit, layer by layer. Consumes the state."""
+    step, counts = counted_round(engine, drafts), []
+    for _ in range(EXTRA_ROUNDS):
+        state, seen = step(engine.leaves, state, settings)
+        counts.append([int(count) for count in seen])
+    return np.mean(counts, axis=0).tolist()

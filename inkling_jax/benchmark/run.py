@@ -1,0 +1,222 @@
+"""The benchmark as a whole: which rows, in which order, and the report they make."""
+
+import datetime
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jaxlib
+
+from pallas_kernels import Implementation
+from pallas_kernels.bench import copy_rate
+
+from ..checkpoint import resolve
+from ..compilation import enable_cache
+from ..config import PRESETS, ConfigError, InklingConfig
+from ..decode.engine import Engine, choose_implementation
+from . import measure
+from .weights import random_parameters
+
+PARTS = ("decode", "prefill", "ttft")
+TABLE = ((1, 1024), (8, 1024), (32, 1024), (64, 1024), (1, 8192), (64, 8192), (1, 65536))
+"""Sequences and context of the decode rows, unless others are asked for."""
+DRAFTS = (0, 1)
+
+Report = dict[str, Any]
+Work = tuple[dict[str, Any], Callable[[], measure.Row]]  # what names a row, and what measures it
+
+
+def bench(
+    model: str | os.PathLike[str] | InklingConfig = "slice-8",
+    *,
+    sequences: Sequence[int] | None = None,
+    context: Sequence[int] | None = None,
+    drafts: Sequence[int] | None = None,
+    parts: Sequence[str] = PARTS,
+    prefill_tokens: int | None = None,
+    prompt_tokens: int | None = None,
+    rounds: int = 32,
+    windows: int = 5,
+    routing: bool = True,
+    dtype: str = "bfloat16",
+    implementation: Implementation | None = None,
+    seed: int = 0,
+    profile: str | os.PathLike[str] | None = None,
+    progress: Callable[[Report], None] | None = None,
+) -> Report:
+    """Measures a model of random weights on the first device; the report is plain data, ready for JSON.
+
+    model: the name of a config ("slice-8", "small-slice", "inkling", ...), "nano", a config.json or its directory.
+    sequences, context: decode every combination of these (one alone: the other is 1, or 1024); without both, `TABLE`
+        as far as the model's context reaches. drafts: MTP drafts a round, by default 0 and 1.
+    parts: of "decode", "prefill" (`prefill_tokens`, by default 8192) and "ttft" (the time to the first token after
+        `prompt_tokens`, by default 1024); the last two with the first of `drafts`.
+    rounds, windows: a figure is the median of `windows` timings, each of one call that runs `rounds` rounds.
+    routing: measure which experts are hit; False takes the expectation under uniform routing and compiles less.
+    profile: a directory for traces of a few rounds of each row. progress: called with the report when the weights are
+        there, when a row begins (it is named by "running") and when it is done.
+
+    A row that fails holds "error" in place of figures. Raises ValueError naming the argument, MemoryError where the
+    weights do not fit, NotImplementedError where the implementation cannot run.
+    """
+    name, config = find_config(model)
+    choose_implementation(config, implementation)
+    _check(config, dtype=dtype, parts=parts, rounds=rounds, windows=windows)
+    drafts = _drafts(config, drafts)
+    effort = measure.Effort(rounds, windows, seed, None if profile is None else Path(profile))
+    new = max(map(effort.new_tokens, drafts))
+    if new >= config.max_context:
+        raise ValueError(
+            f"rounds: {rounds} of up to {max(drafts) + 1} tokens exceed the context of {config.max_context}"
+        )
+    points = _points(config, sequences, context, new) if "decode" in parts else []
+    prompts = {
+        "prefill": _length(config, "prefill_tokens", prefill_tokens, 8192, 2),
+        "ttft": _length(config, "prompt_tokens", prompt_tokens, 1024, new),
+    }
+    lengths = {part: length for part, length in prompts.items() if part in parts}
+
+    cached = enable_cache() is not None
+    rate = copy_rate() if jax.default_backend() != "cpu" else copy_rate(2**25)
+    begin = time.perf_counter()
+    params = jax.block_until_ready(random_parameters(config, dtype, seed))
+    report = _about(name, config, dtype) | {
+        "parameters": sum(x.size for x in params.values()),
+        "weights_bytes": sum(x.nbytes for x in params.values()),
+        "weights_seconds": time.perf_counter() - begin,
+        "copy_rate": rate,
+        "compilation_cache": cached,
+        "rounds": rounds,
+        "windows": windows,
+        "seed": seed,
+        "running": None,
+        "rows": [],
+    }
+    engine = Engine(config, params, dtype, implementation)
+    report["implementation"] = engine.implementation
+    report["memory"] = measure.device_memory()
+    tell = progress or (lambda _: None)
+    tell(report)
+    for row, run in _work(engine, rate, effort, measure.Hits(routing, {}), points, drafts, lengths):
+        report["running"] = row
+        tell(report)
+        try:
+            row = row | run()
+        except Exception as error:  # one row's failure must not lose the others' figures
+            row = row | {"error": f"{type(error).__name__}: {error}"}
+        report["running"] = None
+        report["rows"].append(row)
+        tell(report)
+    return report
+
+
+def find_config(model: str | os.PathLike[str] | InklingConfig) -> tuple[str, InklingConfig]:
+    """A name for the report, and the config. Raises ConfigError where there is none of that name."""
+    if isinstance(model, InklingConfig):
+        return "config", model
+    path = Path(model).expanduser()
+    if path.exists():
+        return str(model), InklingConfig.from_path(path)
+    if str(model) in PRESETS:
+        return str(model), InklingConfig.from_name(str(model))
+    if str(model) == "nano":
+        return "nano", InklingConfig.from_path(resolve("nano"))
+    names = ", ".join([*PRESETS, "nano"])
+    raise ConfigError(f"model: {str(model)!r} is neither a config.json, nor a directory with one, nor one of {names}")
+
+
+def _work(
+    engine: Engine,
+    rate: float,
+    effort: measure.Effort,
+    hits: measure.Hits,
+    points: Iterable[tuple[int, int]],
+    drafts: Sequence[int],
+    lengths: dict[str, int],
+) -> Iterator[Work]:
+    for batch, length in points:
+        for k in drafts:
+            row = {"part": "decode", "sequences": batch, "context": length, "drafts": k}
+            yield row, lambda b=batch, n=length, k=k: measure.decode(engine, rate, effort, hits, b, n, k)
+    for part, run in (("prefill", measure.prefill), ("ttft", measure.first_token)):
+        if part in lengths:
+            row = {"part": part, "tokens": lengths[part], "drafts": drafts[0]}
+            yield row, lambda run=run, n=lengths[part]: run(engine, rate, effort, n, drafts[0])
+
+
+def _check(config: InklingConfig, *, dtype: str, parts: Sequence[str], rounds: int, windows: int) -> None:
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"dtype: expected bfloat16 or float32, found {dtype!r}")
+    if not parts or not set(parts) <= set(PARTS):
+        raise ValueError(f"parts: expected some of {', '.join(PARTS)}, found {', '.join(parts) or 'none'}")
+    for name, value in (("rounds", rounds), ("windows", windows)):
+        _whole(name, value, 1)
+
+
+def _whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{name}: expected whole numbers of {bounds}, found {value!r}")
+    return value
+
+
+def _drafts(config: InklingConfig, drafts: Sequence[int] | None) -> list[int]:
+    if drafts is None:
+        return [k for k in DRAFTS if k <= config.mtp_depths]
+    if not drafts:
+        raise ValueError("drafts: expected at least one number")
+    return [_whole("drafts", k, 0, config.mtp_depths) for k in drafts]
+
+
+def _points(
+    config: InklingConfig, sequences: Sequence[int] | None, context: Sequence[int] | None, new: int
+) -> list[tuple[int, int]]:
+    """(sequences, context) of the decode rows, which all have room for `new` more tokens."""
+    if sequences is None and context is None:
+        fitting = [(batch, length) for batch, length in TABLE if length + new <= config.max_context]
+        return fitting or [(1, config.max_context - new)]
+    if (sequences is not None and not sequences) or (context is not None and not context):
+        raise ValueError("sequences, context: expected at least one number of each")
+    points = [
+        (_whole("sequences", b, 1), _whole("context", n, 1)) for b in sequences or (1,) for n in context or (1024,)
+    ]
+    for _, length in points:
+        _fits(config, "context", length, new)
+    return points
+
+
+def _length(config: InklingConfig, name: str, tokens: int | None, default: int, new: int) -> int:
+    """Tokens as asked for, or as many of the default as the model's context has room for."""
+    if tokens is None:
+        return max(1, min(default, config.max_context - new))
+    _fits(config, name, _whole(name, tokens, 1), new)
+    return tokens
+
+
+def _fits(config: InklingConfig, name: str, length: int, new: int) -> None:
+    if length + new > config.max_context:
+        raise ValueError(
+            f"{name}: {length} tokens and up to {new} new ones exceed the model's context of {config.max_context}"
+        )
+
+
+def _about(name: str, config: InklingConfig, dtype: str) -> Report:
+    device = jax.devices()[0]
+    from .. import __version__  # not before the package is whole
+
+    versions = {"python": platform.python_version(), "inkling_jax": __version__}
+    versions |= {package.__name__: package.__version__ for package in (jax, jaxlib, flax)}
+    return {
+        "model": name,
+        "config": config.to_dict("original"),
+        "dtype": dtype,
+        "device": device.device_kind,
+        "platform": device.platform,
+        "versions": versions,
+        "date": datetime.date.today().isoformat(),
+    }
