@@ -27,6 +27,7 @@ from .names import Shape, Variant, stored, tower_name
 from .packed import layer_of
 from .plan import Plan, Source
 from .read import open_checkpoint, read_parameter
+from .windows import Cut, whole
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -239,7 +240,8 @@ def _reader(source: Source, shape: Shape, dtype: np.dtype, parts: int) -> Callab
 
     def load() -> Iterator[np.ndarray]:
         for i in range(parts):
-            yield read_parameter(source.part(i, parts), (shape[0] // parts, *shape[1:]), dtype)
+            rows = Cut(i * shape[0] // parts, (i + 1) * shape[0] // parts, shape[0])
+            yield read_parameter(source, (rows, *whole(shape[1:])), dtype)
 
     return load
 
