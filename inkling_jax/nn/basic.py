@@ -90,7 +90,7 @@ class Embedding(nnx.Module):
     """Token rows, normed: what the backbone and every depth start from."""
 
     def __init__(self, vocabulary: int, size: int, eps: float, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.weight = normal(rngs, (vocabulary, size), ("vocab", "hidden"), dtype)
+        self.weight = normal(rngs, (vocabulary, size), ("token", "hidden"), dtype)
         self.norm = RMSNorm(size, eps, "hidden", dtype=dtype)
 
     def __call__(self, tokens: Int[Array, "B T"], rows: Rows | None = None) -> Float[Array, "B T H"]:

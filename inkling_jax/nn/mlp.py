@@ -60,13 +60,13 @@ class Packed(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Stacked SwiGLU experts; the leading axis is `axis`. With a `format` their weights are `Packed`."""
+    """Stacked SwiGLU experts; `axes` are those of the stack and of a width. With a `format` weights are `Packed`."""
 
     def __init__(
         self,
         count: int,
         config: InklingConfig,
-        axis: str | None,
+        axes: tuple[str | None, str],
         format: Format | None = None,
         *,
         dtype: DTypeLike,
@@ -76,9 +76,9 @@ class Experts(nnx.Module):
             plain = normal(rngs, shape, axes, dtype)
             return plain if format is None else Packed(plain[...], axes, format)
 
-        hidden, width = config.hidden_size, config.expert_size
-        self.w13 = weights((count, 2, width, hidden), (axis, None, "expert_mlp", "hidden"))
-        self.w2 = weights((count, hidden, width), (axis, "hidden", "expert_mlp"))
+        hidden, size, (stack, width) = config.hidden_size, config.expert_size, axes
+        self.w13 = weights((count, 2, size, hidden), (stack, None, width, "hidden"))
+        self.w2 = weights((count, hidden, size), (stack, "hidden", width))
 
 
 class MoE(nnx.Module):
@@ -86,8 +86,8 @@ class MoE(nnx.Module):
 
     def __init__(self, config: InklingConfig, format: Format | None = None, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.router = Router(config, dtype=dtype, rngs=rngs)
-        self.experts = Experts(config.num_experts, config, "expert", format, dtype=dtype, rngs=rngs)
-        self.shared = Experts(config.num_shared_experts, config, None, dtype=dtype, rngs=rngs)
+        self.experts = Experts(config.num_experts, config, ("expert", "expert_mlp"), format, dtype=dtype, rngs=rngs)
+        self.shared = Experts(config.num_shared_experts, config, (None, "mlp"), dtype=dtype, rngs=rngs)
         self.experts_per_token = config.experts_per_token
         self.route_scale = config.route_scale
 
