@@ -3,7 +3,7 @@
 from .checkpoint import quantize
 from .config import InklingConfig
 from .errors import CheckpointError, ConfigError
-from .model import Completion, Generation, Inkling, Statistics, Stream, load, save
+from .model import Completion, Generation, Inkling, Statistics, Stream, load, save, save_async
 
 __version__ = "0.1.0"
 
@@ -19,5 +19,6 @@ __all__ = [
     "load",
     "quantize",
     "save",
+    "save_async",
     "__version__",
 ]

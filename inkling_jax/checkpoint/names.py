@@ -7,6 +7,7 @@ whose elements stand in file order, so that reading and writing can go piece by 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from inkling_jax.spelling import Layout
 from .windows import Cut, Window
 
 Shape = tuple[int, ...]
+FileLayout = Literal["original", "transformers", "orbax"]  # how a directory holds a model: safetensors, or Orbax
 
 
 @dataclass(frozen=True, slots=True)

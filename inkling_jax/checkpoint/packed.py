@@ -75,6 +75,7 @@ SPELLINGS = (
         for prefix in ("{stem}.weight", "{name}.weight", "{stem}_weight")
     ),
 )
+LEAF_DTYPES = {"codes": np.dtype(np.uint32), "scales": np.dtype(np.uint8), "expert_scale": np.dtype(np.float32)}
 _WRITTEN: dict[Format, Spelling] = {"nvfp4": MODELOPT, "mxfp4": QUARK}
 
 

@@ -19,7 +19,8 @@ from pallas_kernels.fp4 import BLOCK_OF, FP4, VALUES_A_WORD, dequantize
 from .files import list_tensors, progress_bar, read_into
 from .metadata import read_metadata
 from .names import VARIANTS, Shape, stored
-from .packed import find_packed, layer_of
+from .orbax import Saved, in_memory, is_orbax, open_orbax, read_params
+from .packed import LEAF_DTYPES, find_packed, layer_of
 from .plan import Packed, Plan, Source, make_plan
 from .windows import Window, merged, shape_of, whole, window_of, within
 
@@ -33,6 +34,17 @@ def find_quantization(directory: str | Path, config: InklingConfig) -> Quantizat
     else may be wrong with the tensors, `load_parameters` says.
     """
     directory = Path(directory)
+    quantization = open_orbax(directory).quantization if is_orbax(directory) else _find_packed(directory, config)
+    if quantization is None:
+        return None
+    try:
+        quantization.check(config)
+    except ValueError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
+    return quantization
+
+
+def _find_packed(directory: Path, config: InklingConfig) -> Quantization | None:
     tensors, metadata = list_tensors(directory), read_metadata(directory)
     found = {}
     for i in range(config.num_layers):
@@ -40,14 +52,7 @@ def find_quantization(directory: str | Path, config: InklingConfig) -> Quantizat
             places = [stored(path, variant) for variant in VARIANTS]
             if packed := find_packed(tensors, places, metadata.format if metadata else None):
                 found[i] = packed[0].format
-    if not found:
-        return None
-    quantization = Quantization(next(iter(found.values())), tuple(found))
-    try:
-        quantization.check(config)
-    except ValueError as error:
-        raise CheckpointError(f"{directory}: {error}") from None
-    return quantization
+    return Quantization(next(iter(found.values())), tuple(found)) if found else None
 
 
 def load_parameters(
@@ -59,7 +64,7 @@ def load_parameters(
 ) -> dict[str, jax.Array]:
     """Every parameter of `abstract` by dotted path, in its dtype and, where it says one, with its sharding.
 
-    Either layout is read, with the MTP tensors indexed or in `mtp.safetensors`. Towers are left out, which one line of
+    Every layout is read, with the MTP tensors indexed or in `mtp.safetensors`. Towers are left out, which one line of
     log says. Weights in 4 bits stay packed where `abstract` has their words and scales, and are unpacked expert by
     expert where it has the plain weight; scales of activations are ignored, which another line says. Of a parameter
     with a sharding, a process reads the slices of its own devices and no more. Host memory beyond the arrays themselves
@@ -70,17 +75,17 @@ def load_parameters(
     """
     directory = Path(directory)
     _check_shardings(abstract)
-    plan = open_checkpoint(directory, config, abstract)
-    _check_packed(directory, plan, quantization_of(abstract))
-    if plan.towers:
-        log.warning("%s: leaving out %d tensors of the vision and audio towers", directory, len(plan.towers))
-    if plan.unused:
-        log.warning("%s: ignoring %d scales of activations: only weights are in 4 bits", directory, len(plan.unused))
-    params: dict[str, jax.Array] = {}
+    source = _open_saved(directory, abstract) if is_orbax(directory) else open_checkpoint(directory, config, abstract)
+    _check_packed(directory, source.quantization, quantization_of(abstract))
+    if source.towers:
+        log.warning("%s: leaving out %d tensors of the vision and audio towers", directory, len(source.towers))
+    if isinstance(source, Saved):
+        with progress_bar("loading", sum(map(in_memory, abstract.values())), progress) as bar:
+            return dict(read_params(source, abstract, bar))
+    if source.unused:
+        log.warning("%s: ignoring %d scales of activations: only weights are in 4 bits", directory, len(source.unused))
     with progress_bar("loading", sum(map(_bytes_here, abstract.values())), progress) as bar:
-        for path, spec in abstract.items():
-            params[path] = _load(plan, path, spec, bar)
-    return params
+        return {path: _load(source, path, spec, bar) for path, spec in abstract.items()}
 
 
 def open_checkpoint(directory: Path, config: InklingConfig, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Plan:
@@ -88,6 +93,13 @@ def open_checkpoint(directory: Path, config: InklingConfig, abstract: Mapping[st
     plan = make_plan(list_tensors(directory), unpacked_shapes(abstract), config, read_metadata(directory))
     plan.check(directory)
     return plan
+
+
+def _open_saved(directory: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Saved:
+    saved = open_orbax(directory)
+    saved.compare(unpacked_shapes(abstract))
+    saved.check()
+    return saved
 
 
 def unpacked_shapes(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Shape]:
@@ -102,8 +114,7 @@ def unpacked_shapes(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, S
     return shapes
 
 
-def _check_packed(directory: Path, plan: Plan, wanted: Quantization | None) -> None:
-    found = plan.quantization
+def _check_packed(directory: Path, found: Quantization | None, wanted: Quantization | None) -> None:
     if wanted is not None and (
         found is None or wanted.format != found.format or not set(wanted.layers) <= set(found.layers)
     ):
@@ -206,7 +217,6 @@ def _read_unpacked(packed: Packed, window: Window, dtype: np.dtype) -> np.ndarra
     experts, *rows, inputs = window
     blocks = inputs.over(block)  # whole ones, perhaps with a few inputs too many
     inside = inputs.within(blocks.times(block))
-    dtypes = {"codes": np.uint32, "scales": np.uint8, "expert_scale": np.float32}
     for i in range(len(host)):
         expert = experts._replace(start=experts.start + i, stop=experts.start + i + 1)
         windows: dict[str, Window] = {
@@ -214,7 +224,7 @@ def _read_unpacked(packed: Packed, window: Window, dtype: np.dtype) -> np.ndarra
             "scales": (expert, *rows, blocks),
             "expert_scale": (expert,),
         }
-        arrays = {leaf: read_leaf(packed, leaf, windows[leaf], np.dtype(dtypes[leaf])) for leaf in packed.leaves}
+        arrays = {leaf: read_leaf(packed, leaf, windows[leaf], LEAF_DTYPES[leaf]) for leaf in packed.leaves}
         host[i] = np.asarray(_unpack(packed.spelling.format, dtype, **arrays))[0, ..., inside]
     return host
 

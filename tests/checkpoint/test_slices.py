@@ -16,7 +16,7 @@ from inkling_jax.nn import abstract_parameters, logical_axes
 from . import handmade, tiny
 
 MESHES = [(1, 8), (4, 2), (2, 4), (8, 1), (2, 2)]  # expert x tensor
-TABLE = {"expert": "expert", "mlp": "tensor", "expert_mlp": "tensor", "vocab": "tensor"}
+TABLE = {"expert": "expert", "mlp": "tensor", "expert_mlp": "tensor", "vocab": "tensor", "token": "tensor"}
 AXES = ("expert", "tensor")
 CONFIG = tiny.replace(tiny.WIDE, num_experts=8, dense_size=16, expert_size=256)
 
@@ -131,9 +131,8 @@ def test_a_process_reads_what_its_devices_hold(
     loaded = load_parameters(directory, config, abstract, progress=False)  # type: ignore[arg-type]
     w2 = loaded["layers.1.mlp.experts.w2"]
     expected = tiny.random_parameters(config=config)["layers.1.mlp.experts.w2"]
-    for shard, (device, index) in zip(
-        w2, abstract["layers.1.mlp.experts.w2"].sharding.addressable_devices_indices_map(expected.shape).items()
-    ):
+    indices = abstract["layers.1.mlp.experts.w2"].sharding.addressable_devices_indices_map(expected.shape)
+    for shard, (device, index) in zip(w2, indices.items(), strict=True):
         assert shard.devices() == {device}
         np.testing.assert_array_equal(shard, expected[index])
     along = {"expert": sizes[0], "tensor": sizes[1]}
@@ -154,7 +153,7 @@ class Fake:
         self.shape, self.dtype, self.sharding, self.size = shape, dtype, sharding, int(np.prod(shape))
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", MESHES[1:3], ids=str)
 @pytest.mark.parametrize("spelling", ["modelopt", "compressed", "quark"])
 @pytest.mark.parametrize("keep", [True, False])
 def test_weights_in_4_bits(
