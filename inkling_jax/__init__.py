@@ -4,6 +4,7 @@ from .checkpoint import quantize
 from .config import InklingConfig
 from .errors import CheckpointError, ConfigError
 from .model import Completion, Generation, Inkling, Statistics, Stream, load, save, save_async
+from .planning import plan
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,7 @@ __all__ = [
     "Statistics",
     "Stream",
     "load",
+    "plan",
     "quantize",
     "save",
     "save_async",
