@@ -1,4 +1,7 @@
-"""The two kinds of MLP: dense SwiGLU, and a mixture of routed experts with shared ones beside them."""
+"""The two kinds of MLP: dense SwiGLU, and a mixture of routed experts with shared ones beside them.
+
+Both give float32: on a mesh a device's part of a sum over "mlp", which the residual branch rounds once it is whole.
+"""
 
 from types import EllipsisType
 from typing import Any
@@ -27,7 +30,7 @@ class DenseMLP(nnx.Module):
         self.scale = constant(1.0, (1,), (None,), dtype)
 
     def __call__(self, x: Float[Array, "B T H"], rows: Rows) -> Float[Array, "B T H"]:
-        return (swiglu(x, self.w13[...], self.w2[...]) * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        return swiglu(x, self.w13[...], self.w2[...]) * self.scale[...].astype(jnp.float32)
 
 
 class Router(nnx.Module):

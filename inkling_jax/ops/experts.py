@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.fp4 import FP4, dequantize
 
+from ..collectives import index, parts
 from .swiglu import swiglu
 
 
@@ -22,15 +23,18 @@ def mixture(
     weights: Float[Array, "M AS"],
     w13: Float[Array, "E 2 F H"] | FP4,
     w2: Float[Array, "E H F"] | FP4,
-    shared_w13: Float[Array, "S 2 F H"],
-    shared_w2: Float[Array, "S H F"],
+    shared_w13: Float[Array, "S 2 G H"],
+    shared_w2: Float[Array, "S H G"],
     valid: Bool[Array, " M"] | None = None,
 ) -> Float[Array, "M H"]:
-    """Weighted sum over the routed and the shared experts, float32 throughout, rounded once.
+    """Weighted sum over the routed and the shared experts, float32 throughout.
 
     `weights` hold the A routed experts of each row, then the S shared ones. Rows that are not `valid` (padding) visit
     no routed expert. The sum runs in a fixed order, so that a row's result does not depend on its neighbours. Routed
     experts in 4 bits are unpacked one at a time, those that are hit only, in the dtype of `x`.
+
+    On a mesh `ids` are of all experts, the weights those of this device (of shared experts it may have narrower parts,
+    G wide), and the result is its part of the sum.
     """
     routed = _routed(x, ids, w13, w2, valid)
     total = jnp.zeros(x.shape, jnp.float32)
@@ -38,7 +42,7 @@ def mixture(
         total = total + weights[:, a, None] * routed[:, a]
     for s in range(shared_w13.shape[0]):
         total = total + weights[:, ids.shape[1] + s, None] * swiglu(x, shared_w13[s], shared_w2[s])
-    return total.astype(x.dtype)
+    return total
 
 
 def _routed(
@@ -56,8 +60,11 @@ def _routed(
     """
     experts, (rows, per_row) = w13.shape[0], ids.shape
     pairs = rows * per_row
-    size = block_rows(pairs, experts)
+    size = block_rows(pairs, experts * parts("expert"))
     flat = ids.reshape(-1)
+    if parts("expert") > 1:
+        flat = flat - index("expert") * experts
+        flat = jnp.where((flat >= 0) & (flat < experts), flat, experts)
     if valid is not None:
         flat = jnp.where(jnp.repeat(valid, per_row), flat, experts)
     order = jnp.argsort(flat, stable=True)
