@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = found.config
     context = _at_most("--context", arguments.context, config.max_context, default=8192)
     drafts = _at_most("--draft-tokens", arguments.draft_tokens, config.mtp_depths, default=config.mtp_depths)
-    memory = _memory(config, found.quantization, arguments.batch, context, drafts, arguments.dtype)
+    packed = found.quantization if found.fits else None  # such as it is, it may not even have whole blocks
+    memory = _memory(config, packed, arguments.batch, context, drafts, arguments.dtype)
     if arguments.json:
         asked = {"batch": arguments.batch, "context": context, "draft_tokens": drafts, "dtype": arguments.dtype}
         print(json.dumps(found.to_dict() | {"memory": asked | {"bytes": memory}}, allow_nan=False))
