@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.fp4 import BLOCK_OF
 
 from .config import AttentionShape, InklingConfig
-from .nn import abstract_parameters, logical_axes
 from .quantization import Quantization
 
 AXES = ("data", "expert", "tensor")
@@ -32,6 +31,7 @@ TABLE: dict[str | None, tuple[str, ...]] = {
     "expert_mlp": ("tensor",),
     "mlp": MLP_AXES,  # dense layers and shared experts have no experts to split
     "vocab": MLP_AXES,  # the LM head
+    "joined": MLP_AXES,  # what a depth makes of its two inputs
     "token": (),  # the embedding: every device looks its rows up itself
     "hidden": (),  # norms, taps and the inputs of products are whole; the residual convolutions take their slice
     None: (),
@@ -110,6 +110,8 @@ def sharding_of(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) ->
 
 def shardings(config: InklingConfig, mesh: Mesh, quantization: Quantization | None = None) -> dict[str, NamedSharding]:
     """Where every parameter lives, by its dotted path. Raises ValueError as `check_mesh` does."""
+    from .nn import abstract_parameters, logical_axes  # which run on meshes and import this module
+
     check_mesh(config, mesh, quantization)
     abstract = abstract_parameters(config, quantization=quantization)
     found = {}

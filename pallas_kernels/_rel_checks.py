@@ -7,7 +7,7 @@ from pallas_kernels import _dispatch as dispatch
 
 
 def check_heads(op: str, q: jax.Array, k: jax.Array, v: jax.Array, names: tuple[str, str]) -> None:
-    """Raise ValueError unless keys [.., K, .., D] or [.., .., K, D] fit the query heads; K is axis 1 of pages, else 2."""
+    """Raise ValueError unless keys fit the query heads; their heads are axis 1 of pages and axis 2 of rows."""
     axis = 1 if names[0].endswith("pages") else 2
     if k.ndim != 4:
         raise ValueError(f"{op}: {names[0]} has shape {list(k.shape)}; expected 4 axes")
@@ -18,7 +18,7 @@ def check_heads(op: str, q: jax.Array, k: jax.Array, v: jax.Array, names: tuple[
     if not 32 <= head_dim <= 256:
         raise ValueError(f"{op}: q has head size {head_dim}; expected 32 to 256")
     if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"{op}: q has {heads} heads and {names[0]} {kv_heads}; expected a whole number of query heads each")
+        raise ValueError(f"{op}: q has {heads} heads and {names[0]} {kv_heads}; expected a whole number for each")
     for name, x in zip(names, (k, v), strict=True):
         dispatch.check_float(op, name, x, like=q)
 

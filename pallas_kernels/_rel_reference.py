@@ -36,15 +36,16 @@ def attend(
 ) -> Float[Array, "T N D"]:
     """softmax((q.k * scale + bias by distance) * tau) @ v over the visible keys of one sequence, in float32.
 
-    A position of -1 marks a row that does not exist: as a key it is invisible whatever it holds, as a query it gives
-    zeros. Key j is visible to query i when 0 <= i - j, and i - j < window if there is one.
+    A position of -1 marks a row that does not exist: as a key it is invisible, as a query it gives zeros. Key j is
+    visible to query i when 0 <= i - j, and i - j < window if there is one. A key that no query sees may hold anything.
     """
     group = q.shape[1] // k.shape[1]
     distance = q_pos[:, None] - k_pos[None, :]
     visible = (q_pos >= 0)[:, None] & (k_pos >= 0)[None, :] & (distance >= 0)
     if window is not None:
         visible &= distance < window
-    k, v = (jnp.where((k_pos >= 0)[:, None, None], x, 0).astype(jnp.float32).repeat(group, axis=1) for x in (k, v))
+    seen = visible.any(axis=0)[:, None, None]
+    k, v = (jnp.where(seen, x, 0).astype(jnp.float32).repeat(group, axis=1) for x in (k, v))
     highest = lax.Precision.HIGHEST
     scores = jnp.einsum("tnd,snd->tns", q.astype(jnp.float32), k, precision=highest) * scale
     if rel is not None and extent > 0:

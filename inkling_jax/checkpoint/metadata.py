@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,10 @@ class Metadata:
 def _matches(entry: str, name: str) -> bool:
     if entry.startswith("re:"):
         return re.fullmatch(entry.removeprefix("re:"), name) is not None
-    return entry == name or ("*" in entry and fnmatchcase(name, entry))
+    if "*" not in entry:
+        return entry == name
+    pattern = r"(?:(?<!\d)|(?!\d)).*".join(map(re.escape, entry.split("*")))  # "layers.2*" is not layer 20
+    return re.fullmatch(pattern, name) is not None
 
 
 def read_metadata(directory: Path) -> Metadata | None:

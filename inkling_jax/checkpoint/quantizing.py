@@ -3,8 +3,9 @@
 import hashlib
 import json
 import os
-import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from inkling_jax.config import InklingConfig
@@ -15,6 +16,11 @@ from .converting import Original
 from .files import INDEX, Outgoing, in_shards, write_json, write_shards
 from .hub import resolve
 from .write import MAX_SHARD_BYTES, free_target, quantization_json, take_place
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None
 
 _CHUNK = 16 << 20
 
@@ -41,18 +47,40 @@ def quantize(
     """
     if format not in FORMATS:
         raise CheckpointError(f"format = {format!r}: expected {' or '.join(FORMATS)}")
-    target = free_target(Path(dst).expanduser())
     source = Original.open(resolve(src))
     quantization = _choose(source, format)
+    target = free_target(Path(dst).expanduser())
     tensors = source.outgoing("original", quantization)
     shards = in_shards(tensors, max_shard_bytes)
-    journal = _Journal(target.parent / f".{target.name}-unfinished", _task(source, format, shards))
-    index = write_shards(journal.directory, shards, progress, label="quantising", journal=journal)
-    source.write_rest(journal.directory, "original", quantization_json(quantization, tensors))
-    write_json(journal.directory / INDEX, index)
-    take_place(journal.directory, target)
-    (target / _Journal.NAME).unlink()
+    work = target.parent / f".{target.name}-unfinished"
+    with _alone_in(work):
+        journal = _Journal(work, _task(source, format, shards))
+        index = write_shards(work, shards, progress, label="quantising", journal=journal)
+        source.write_rest(work, "original", quantization_json(quantization, tensors))
+        write_json(work / INDEX, index)
+        take_place(work, target)
+        (target / _Journal.NAME).unlink()
     return quantization
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Hold a directory, made if need be, against other processes; a process that dies lets go of it.
+
+    Raises `CheckpointError` where another one holds it. Where there are no such locks (Windows), nobody is kept out.
+    """
+    directory.mkdir(exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise CheckpointError(f"{directory}: another process is writing there") from None
+    finally:
+        os.close(handle)
 
 
 def quantized_layers(config: InklingConfig) -> tuple[int, ...]:
@@ -93,9 +121,8 @@ class _Journal:
     def __init__(self, directory: Path, task: str):
         self.directory, self._task = directory, task
         finished = self._read()
-        if finished is None:
-            shutil.rmtree(directory, ignore_errors=True)
-            directory.mkdir()
+        for file in directory.iterdir() if finished is None else ():
+            file.unlink()
         self._shards = finished or {}
 
     def _read(self) -> dict[str, list[int]] | None:

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 def _reason(error: Exception) -> str:
     """What the user should read. A kind of error that nobody raises on purpose also says its name."""
     text = str(error).strip() or type(error).__name__
-    if isinstance(error, ValueError | OSError | MemoryError | FloatingPointError):
+    if isinstance(error, ValueError | OSError | MemoryError | FloatingPointError | NotImplementedError):
         return text
     return f"{type(error).__name__}: {text} (--traceback shows where)"
 

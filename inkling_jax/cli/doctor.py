@@ -134,7 +134,8 @@ def _small_run() -> Iterator[Finding]:
         text = f"drafts changed the greedy text: {plain[0].text!r} without, {drafted[0].text!r} with"
         yield Finding("broken", text, "report this with the lines above")
         return
-    text = f"nano wrote {len(plain[0].tokens)} tokens, the same with drafts"
+    how = "plain JAX" if model.implementation == "xla" else "the kernels"
+    text = f"nano wrote {len(plain[0].tokens)} tokens on {how}, the same with drafts"
     yield Finding("ok", f"{text} ({drafted.stats.tokens_per_round:.2f} a round); {seconds:.1f} s in all")
 
 

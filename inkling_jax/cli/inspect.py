@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = found.config
     context = _at_most("--context", arguments.context, config.max_context, default=8192)
     drafts = _at_most("--draft-tokens", arguments.draft_tokens, config.mtp_depths, default=config.mtp_depths)
-    quantization = _wanted(config, found.quantization, arguments.quantization)
+    packed = found.quantization if found.fits else None  # such as it is, it may not even have whole blocks
+    quantization = _wanted(config, packed, arguments.quantization)
     memory = _memory(config, quantization, arguments.batch, context, drafts, arguments.dtype)
     plans = []
     if arguments.mesh is not None:

@@ -1,5 +1,9 @@
-"""The two kinds of MLP: dense SwiGLU, and a mixture of routed experts with shared ones beside them."""
+"""The two kinds of MLP: dense SwiGLU, and a mixture of routed experts with shared ones beside them.
 
+Both give float32: on a mesh a device's part of a sum over "mlp", which the residual branch rounds once it is whole.
+"""
+
+from functools import partial
 from types import EllipsisType
 from typing import Any
 
@@ -8,11 +12,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels import moe
 from pallas_kernels.fp4 import FP4, quantize
 
 from ..cache import Rows
+from ..collectives import index, parts
 from ..config import InklingConfig
-from ..ops import mixture, route, swiglu
+from ..ops import route, swiglu
 from ..quantization import Format
 from .basic import Axes, constant, normal
 
@@ -27,7 +33,7 @@ class DenseMLP(nnx.Module):
         self.scale = constant(1.0, (1,), (None,), dtype)
 
     def __call__(self, x: Float[Array, "B T H"], rows: Rows) -> Float[Array, "B T H"]:
-        return (swiglu(x, self.w13[...], self.w2[...]) * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        return swiglu(x, self.w13[...], self.w2[...]) * self.scale[...].astype(jnp.float32)
 
 
 class Router(nnx.Module):
@@ -97,14 +103,13 @@ class MoE(nnx.Module):
         ids, weights = route(
             flat, self.router.weight[...], self.router.bias[...], scale, self.experts_per_token, rows.implementation
         )
-        y = mixture(
-            flat,
-            ids,
-            weights,
-            self.experts.w13[...],
-            self.experts.w2[...],
-            self.shared.w13[...],
-            self.shared.w2[...],
-            rows.real(x.shape[1]).reshape(-1),
-        )
+        routed, shared = (self.experts.w13[...], self.experts.w2[...]), (self.shared.w13[...], self.shared.w2[...])
+        mixture = partial(moe, valid=rows.real(x.shape[1]).reshape(-1), implementation=rows.implementation)
+        if parts("expert") == 1:
+            y = mixture(flat, ids, weights, *routed, *shared).astype(jnp.float32)
+        else:  # every device has narrow parts of the shared experts besides experts of its own
+            own = ids - index("expert") * self.experts.w13[...].shape[0]  # those of other devices add nothing
+            y = mixture(flat, own, weights[:, : ids.shape[1]], *routed).astype(jnp.float32)
+            for s, (w13, w2) in enumerate(zip(*shared, strict=True)):
+                y = y + weights[:, ids.shape[1] + s, None] * swiglu(flat, w13, w2)
         return y.reshape(x.shape)

@@ -1,5 +1,7 @@
 """The public function of rel_attention: checks, then the chosen implementation."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -33,12 +35,14 @@ def rel_attention(
 ) -> Float[Array, "B T N D"]:
     """Attention of many new rows a sequence over themselves and over earlier rows in pages, with a bias by distance.
 
-    Row t of sequence b stands at position start[b] + t and is real when t < count[b]; without `count` all rows are, without
-    `start` (which comes with the pages) nothing came before. The keys of positions below start[b] lie in the pages as in
-    `rel_paged_attention`, those of the new rows are `k` and `v`: they need not be in the pages yet, so a ring of pages no
-    longer than the window serves a chunk of any length. Scores, bias, window and tau as in `rel_paged_attention`.
+    Row t of sequence b stands at position start[b] + t and is real when t < count[b]; without `count` all rows are,
+    without `start` (which comes with the pages) nothing came before. The keys of positions below start[b] lie in the
+    pages as in `rel_paged_attention`, those of the new rows are `k` and `v`: they need not be in the pages yet, so a
+    ring of pages no longer than the window serves a chunk of any length. Scores, bias, window and tau as in
+    `rel_paged_attention`.
 
-    Rows that are not real give zeros, and hold anything. Pages past start may hold anything and their entries be -1.
+    Rows that are not real give zeros, and hold anything. Pages past start, and those wholly before every row's window,
+    may hold anything and their entries be -1.
 
     Raises ValueError for shapes, dtypes, a page size (16 to 256) or head size (32 to 256) that do not fit or pages that
     come incomplete, and NotImplementedError for an implementation that cannot run here.
@@ -55,16 +59,15 @@ def rel_attention(
             dispatch.check_index(OP, name, x)
     check_relative(OP, q, rel_logits, r, rel_proj, tau, extent, window)
     chosen = dispatch.resolve(OP, implementation)
-    arguments = dict(
+    arguments: dict[str, Any] = dict(
         k_pages=k_pages, v_pages=v_pages, page_table=page_table, rel_logits=rel_logits, r=r, rel_proj=rel_proj, tau=tau,
         start=jnp.zeros(q.shape[0], jnp.int32) if start is None else start,
         count=jnp.full(q.shape[0], q.shape[1], jnp.int32) if count is None else count,
         scale=float(scale), extent=extent, window=window,
     )  # fmt: skip
-    run = reference if chosen == "xla" else triton.run
-    extra = {} if chosen == "xla" else {"implementation": chosen}
-    result: jax.Array = run(q, k, v, **arguments, **extra)
-    return result
+    if chosen == "xla":
+        return reference(q, k, v, **arguments)
+    return triton.run(q, k, v, **arguments, implementation=chosen)
 
 
 def check_pages(

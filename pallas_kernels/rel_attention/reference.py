@@ -38,7 +38,7 @@ def reference(
     def one(x):
         queries, k, v, table, start, count = x
         k_pos = positions(start, count, rows)
-        if table is not None:
+        if table is not None and k_pages is not None and v_pages is not None:
             cached = gather_pages(k_pages, table), gather_pages(v_pages, table)
             k, v = jnp.concatenate([cached[0], k]), jnp.concatenate([cached[1], v])
             k_pos = jnp.concatenate([positions(jnp.int32(0), start, cached[0].shape[0]), k_pos])

@@ -1,6 +1,7 @@
 """The public function of rel_paged_attention: checks, then the chosen implementation."""
 
-import jax
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -32,13 +33,15 @@ def rel_paged_attention(
     """Attention of a few new rows a sequence (1 to 16) over paged keys and values, with a bias by distance.
 
     `lengths` counts the keys of each sequence, its new rows included, whose keys already lie in the pages. The first
-    count[b] of the Q rows are real, all of them without `count`: row t stands at position lengths[b] - count[b] + t. Position p of sequence b lies in page page_table[b, p // page], row
-    p % page. With distance i - j between query and key, score = (q.k * scale + rel[distance]) * tau, where rel is
-    `rel_logits` or r @ rel_proj inside the extent and 0 beyond it; keys of the future, and with a window those at
-    distance >= window, are invisible. The softmax runs in float32.
+    count[b] of the Q rows are real, all of them without `count`: row t stands at position lengths[b] - count[b] + t.
+    Position p of sequence b lies in row p % page of page page_table[b, p // page]. With distance i - j between query
+    and key, score = (q.k * scale + rel[distance]) * tau, where rel is `rel_logits` or r @ rel_proj inside the extent
+    and 0 beyond it; keys of the future, and with a window those at distance >= window, are invisible. The softmax runs
+    in float32.
 
-    Rows that are not real or at negative positions, and so all of a sequence of length 0, give zeros. Pages past a sequence's length may hold
-    anything and their table entries may be -1. A length beyond max_pages * page reads past the table: check it before.
+    Rows that are not real or at negative positions, and so all of a sequence of length 0, give zeros. Pages past a
+    sequence's length, and those wholly before every row's window, may hold anything and their table entries be -1. A
+    length beyond max_pages * page reads past the table: check it before.
 
     Raises ValueError for shapes, dtypes or a page size (16 to 256) and head size (32 to 256) that do not fit, and
     NotImplementedError for an implementation that cannot run here.
@@ -59,12 +62,11 @@ def rel_paged_attention(
         dispatch.check_shape(OP, "count", count, (batch,))
         dispatch.check_index(OP, "count", count)
     check_relative(OP, q, rel_logits, r, rel_proj, tau, extent, window)
-    arguments = dict(
-        count=jnp.full(batch, rows, jnp.int32) if count is None else count,
+    arguments: dict[str, Any] = dict(
+        count=jnp.full_like(lengths, q.shape[1]) if count is None else count,
         rel_logits=rel_logits, r=r, rel_proj=rel_proj, tau=tau, scale=float(scale), extent=extent, window=window
     )
     chosen = dispatch.resolve(OP, implementation)
-    run = reference if chosen == "xla" else triton.run
-    extra = {} if chosen == "xla" else {"implementation": chosen}
-    result: jax.Array = run(q, k_pages, v_pages, page_table, lengths, **arguments, **extra)
-    return result
+    if chosen == "xla":
+        return reference(q, k_pages, v_pages, page_table, lengths, **arguments)
+    return triton.run(q, k_pages, v_pages, page_table, lengths, **arguments, implementation=chosen)

@@ -4,14 +4,16 @@ A program holds the query rows of one KV head (heads of the group times new rows
 walks its chunk block by block. Blocks beyond the extent need neither bias nor causal mask: a loop of their own.
 
 The bias is one more matrix product. With rel_proj transposed and flattened, the logits of key p for the query rows at
-positions b, b+1, ... lie at `flat[(b - p) * R + j]`, j = 0 .. rows * R: a contiguous run, loaded 16 bytes at a time like
-the key itself, and multiplied by r laid out block-diagonally by row. Its bounds are the extent's: what falls outside the
-array is the bias 0.
+positions b, b+1, ... lie at `flat[(b - p) * R + j]`, j = 0 .. rows * R: a contiguous run, loaded 16 bytes at a time
+like the key itself, and multiplied by r laid out block-diagonally by row. Its bounds are the extent's: what falls
+outside the array is the bias 0.
 
-The chunks depend on the table's capacity and the window alone, never on the batch or on other sequences' lengths, and the
-combine takes them in order: a sequence's result is bitwise the same alone and in a batch.
+The chunks depend on the table's capacity, the window and the heads, never on the batch or on other sequences' lengths,
+and the combine takes them in order: a sequence's result is bitwise the same alone and in a batch. Where sequences are
+many and their context is short, one program walks all chunks and merges them itself, by the arithmetic of the combine.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -24,8 +26,14 @@ from pallas_kernels import _dispatch as dispatch
 from pallas_kernels import _flash as flash
 from pallas_kernels._flash import divide, divide_up, remainder
 
-MAX_TILE_ROWS = 64
+MAX_TILE_ROWS = {2: 64, 4: 16}  # by bytes a number: float32 products take more registers
 COMBINE_CHUNKS = 16
+MIN_CHUNK = 512
+MAX_CHUNKS = 64
+# A context of at most so many chunks and keys may be walked by one program, where there are many sequences.
+SERIAL_CHUNKS = 16
+SERIAL_REACH = 8192
+SERIAL_PROGRAMS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +48,13 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that a kernel knows before it runs. bias is "none", "logits" (given by distance) or "project" (r and rel_proj)."""
+    """All that a kernel knows before it runs. bias: "none", "logits" (given by distance), "project" (r, rel_proj)."""
 
     rows: int
     group: int
     head_dim: int
     page: int
+    capacity: int
     extent: int
     window: int | None
     scale: float
@@ -55,10 +64,12 @@ class Plan:
     block: int
     chunk: int
     chunks: int
+    max_tile_rows: int
+    serial: bool = False
 
     @property
     def tile_rows(self) -> int:
-        return min(max(16, dispatch.next_power_of_2(self.rows * self.group)), MAX_TILE_ROWS)
+        return min(max(16, dispatch.next_power_of_2(self.rows * self.group)), self.max_tile_rows)
 
     @property
     def tiles(self) -> int:
@@ -72,19 +83,24 @@ class Plan:
         return min(self.rows, touched)
 
 
-def choose_tiles(capacity: int, window: int | None, rows: int, row_bytes: int, where: dispatch.Target) -> Tiles:
+def choose_tiles(
+    capacity: int, window: int | None, rows: int, kv_heads: int, key_bytes: int, where: dispatch.Target
+) -> Tiles:
     """Blocks that fit the card's shared memory; chunks by the capacity, so that few sequences still fill the card.
 
-    `row_bytes` is the size of one key of one head. A short window is one chunk, and needs no combine.
+    `key_bytes` is what one key of one head loads: its key, its value and its part of the bias. A short window has
+    chunks of its own.
     """
     stages = 1 if where.platform == "rocm" else 3
     block = 64
-    while block > 16 and 2 * block * row_bytes * stages > where.shared_memory * 0.6 > 0:
+    while block > 16 and block * key_bytes * stages > where.shared_memory * 0.65 > 0:
         block //= 2
     if window is not None and window + rows <= 2048:
-        return Tiles(block, pl.cdiv(window + rows - 1, block) * block + block, num_stages=stages)
-    chunk = min(max(dispatch.next_power_of_2(capacity) // 16, 256), 2048)
-    return Tiles(block, chunk, num_stages=stages)
+        return Tiles(block, 128 if rows == 1 else 192, num_stages=stages)
+    capacity = dispatch.next_power_of_2(capacity)
+    chunks = min(max((128 if capacity <= 16384 else 256) // kv_heads, 1), MAX_CHUNKS)
+    num_warps = 2 if capacity > 16384 and rows == 1 else 4
+    return Tiles(block, max(capacity // chunks, MIN_CHUNK), num_warps, stages)
 
 
 def first_key(plan: Plan, length: jax.Array) -> jax.Array:
@@ -92,11 +108,6 @@ def first_key(plan: Plan, length: jax.Array) -> jax.Array:
     if plan.window is None:
         return jnp.int32(0)
     return divide(jnp.maximum(length - plan.rows - plan.window + 1, 0), plan.block) * plan.block
-
-
-def live_chunks(plan: Plan, length: jax.Array) -> jax.Array:
-    """How many of the chunks hold a key: 0 for a finished sequence."""
-    return divide_up(length - first_key(plan, length), plan.chunk)
 
 
 def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, count_ref, *refs, plan: Plan):
@@ -116,35 +127,51 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, count_ref, *refs, p
     place = (sequence, row[:, None], query_head[:, None], columns[None, :])
     whole = (columns < plan.head_dim)[None, :]
 
-    def run():
+    pages = functools.partial(load_pages, plan, table_ref, sequence)
+    first_page = pages(divide(low, plan.block) * plan.block)
+
+    def run(low, first_page) -> flash.Softmax:
         q = plt.load(q_ref.at[place], mask=real[:, None] & whole, other=0)
         factor = flash.LOG2E
         if tau_ref is not None:
             factor *= plt.load(tau_ref.at[sequence, row], mask=real, other=1).astype(jnp.float32)[:, None]
         bias = make_bias(plan, extra, sequence, tile, row, query_head, real, length - count)
-        pages = functools.partial(load_pages, plan, table_ref, sequence, length)
         keys = functools.partial(load_block, plan, k_ref, v_ref, head, length)
-        out, log_sum = walk(plan, q, row, length, length - count, low, factor, pages, keys, bias)
-        return jnp.where(real[:, None], out, 0.0), log_sum
+        return flash.gather_sums(walk(plan, q, row, length, length - count, low, factor, first_page, pages, keys, bias))
 
-    if plan.chunks == 1:
-        out, _ = run()
+    def next_chunk(i, state):
+        begin = low + i * plan.chunk
+        return flash.merge(state, run(begin, pages(begin)))
+
+    if plan.serial or plan.chunks == 1:
+        live = divide_up(jnp.maximum(length - low, 0), plan.chunk)
+        state = flash.start(plan.tile_rows, columns.size)
+        state = run(low, first_page) if plan.chunks == 1 else jax.lax.fori_loop(0, live, next_chunk, state)
+        out = jnp.where(real[:, None], flash.finish(state), 0.0)  # a row past the count, read as q = 0, sees keys
         plt.store(refs[-1].at[place], out.astype(refs[-1].dtype), mask=stored[:, None] & whole)
         return
+    out_ref, top_ref, total_ref = refs[-3:]
+    sums = sequence, chunk, row, query_head
 
     @pl.when(low < length)
     def _():
-        out_ref, sum_ref = refs[-2:]
-        out, log_sum = run()
+        state = run(low, first_page)
+        out = jnp.where(real[:, None], state.out, 0.0)
         plt.store(out_ref.at[(sequence, chunk, *place[1:])], out, mask=stored[:, None] & whole)
-        plt.store(sum_ref.at[sequence, chunk, row, query_head], log_sum, mask=stored)
+        plt.store(top_ref.at[sums], state.top, mask=stored)
+        plt.store(total_ref.at[sums], jnp.sum(state.total, axis=1), mask=stored)
+
+    @pl.when(low >= length)
+    def _():
+        plt.store(top_ref.at[sums], jnp.full(row.shape, flash.FLOOR, jnp.float32), mask=stored)
+        plt.store(total_ref.at[sums], jnp.zeros(row.shape, jnp.float32), mask=stored)
 
 
-def walk(plan: Plan, q, row, length, oldest, low, factor, pages, keys, bias):
+def walk(plan: Plan, q, row, length, oldest, low, factor, first_page, pages, keys, bias):
     """The softmax over one chunk: far blocks (no bias, nothing of the future), then near ones.
 
-    Each step looks up the next block's page and hands it on. Looked up in its own step, the page would take up a stage of
-    Triton's pipeline, and with it a buffer of keys and values: at 4 stages one block would be in flight and not three.
+    Each step looks up the next block's page and hands it on. Looked up in its own step, the page would take up a stage
+    of Triton's pipeline, and with it a buffer of keys and values: at 4 stages one block would be in flight, not three.
     """
     high = jnp.minimum(low + plan.chunk, length)
     begin = divide(low, plan.block)
@@ -165,31 +192,39 @@ def walk(plan: Plan, q, row, length, oldest, low, factor, pages, keys, bias):
         scores = scores if visible is None else jnp.where(visible, scores, -jnp.inf)
         return pages((i + 1) * plan.block), flash.step(state, scores, v)
 
-    carry = pages(begin * plan.block), flash.start(q.shape[0], q.shape[1])
+    carry = first_page, flash.start(q.shape[0], q.shape[1], plan.block)
     if plan.window is None or plan.window > plan.extent:
         carry = jax.lax.fori_loop(begin, far, functools.partial(body, False), carry)
     else:
         far = begin
-    return flash.finish(jax.lax.fori_loop(far, end, functools.partial(body, True), carry)[1])
+    return jax.lax.fori_loop(far, end, functools.partial(body, True), carry)[1]
 
 
-def load_pages(plan: Plan, table_ref, sequence, length, start):
-    """The page of the block that begins at `start`, or of each of its keys where pages do not hold whole blocks."""
+def load_pages(plan: Plan, table_ref, sequence, start):
+    """The page of the block that begins at `start`, or of each of its keys where pages do not hold whole blocks.
+
+    It does not wait for the sequence's length: pages past it, and entries of -1, are never looked at.
+    """
     if plan.page % plan.block == 0:
-        return plt.load(table_ref.at[sequence, divide(start, plan.page)], mask=start < length, other=0)
+        return plt.load(table_ref.at[sequence, divide(start, plan.page)], mask=start < plan.capacity, other=0)
     key = start + jnp.arange(plan.block, dtype=jnp.int32)
-    return plt.load(table_ref.at[sequence, divide(key, plan.page)], mask=key < length, other=0)
+    return plt.load(table_ref.at[sequence, divide(key, plan.page)], mask=key < plan.capacity, other=0)
+
+
+def seen(plan: Plan, key, length):
+    """Whether any of the new rows sees the key: only then is its page one of the sequence's."""
+    inside = key < length
+    return inside if plan.window is None else inside & (key > length - plan.rows - plan.window)
 
 
 def load_block(plan: Plan, k_ref, v_ref, head, length, start, page, near: bool):
-    """Positions, keys and values of one block. Rows past the length are zeros, whatever their page holds."""
+    """Positions, keys and values of one block. Rows that nobody sees are zeros, whatever their page holds."""
     key = start + jnp.arange(plan.block, dtype=jnp.int32)
     columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
-    mask = (columns < plan.head_dim)[None, :] if columns.size != plan.head_dim else None
-    if near:
-        live = (key < length)[:, None]
-        mask = live if mask is None else live & mask
-    mask = None if mask is None else jnp.broadcast_to(mask, (plan.block, columns.size))
+    masks = [(columns < plan.head_dim)[None, :]] if columns.size != plan.head_dim else []
+    if near or plan.window is not None:
+        masks.append(seen(plan, key, length)[:, None])
+    mask = flash.every(masks, (plan.block, columns.size))
     if plan.page % plan.block == 0:  # contiguous rows
         offset = remainder(start, plan.page) + jnp.arange(plan.block, dtype=jnp.int32)
     else:
@@ -230,48 +265,77 @@ def make_bias(plan: Plan, refs, sequence, tile, row, query_head, real, oldest):
     return project
 
 
-def combine_kernel(part_ref, sum_ref, length_ref, out_ref, *, plan: Plan):
-    """The chunks of one row and head, in order, weighted by their sums."""
+def combine_kernel(part_ref, top_ref, total_ref, out_ref, *, plan: Plan):
+    """The chunks of one row and head. One past the length has no part, and a total of 0."""
     sequence, row, head = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    live = live_chunks(plan, length_ref[sequence])
-    size = min(dispatch.next_power_of_2(plan.chunks), COMBINE_CHUNKS)
     columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
     inside = columns < plan.head_dim
+
+    def load(chunk, mask=None):
+        at = sequence, chunk, row, head
+        top, total = (plt.load(ref.at[at], mask=mask) for ref in (top_ref, total_ref))
+        if mask is not None:
+            top, total = jnp.where(mask, top, flash.FLOOR), jnp.where(mask, total, 0)
+        # Few parts are loaded with their sums, of many only those that the sums call for.
+        wanted = mask if plan.chunks <= COMBINE_CHUNKS else total > 0
+        masks = [inside[None, :]] if wanted is None else [inside[None, :], wanted[:, None]]
+        wanted = flash.every(masks, (chunk.size, columns.size))
+        part = plt.load(part_ref.at[sequence, chunk[:, None], row, head, columns[None, :]], mask=wanted, other=0)
+        return flash.Softmax(jnp.where((total > 0)[:, None], part, 0), top, total[:, None])
+
+    if may_be_serial(plan):  # in the order of a single program, and so with its very result
+        chunks = [load(jnp.full((1,), i, jnp.int32)) for i in range(plan.chunks)]
+        out = flash.finish(functools.reduce(flash.merge, chunks, flash.start(1, columns.size)))
+        at = out_ref.at[sequence, row, head + jnp.zeros((1, 1), jnp.int32), columns[None, :]]
+        plt.store(at, out.astype(out_ref.dtype), mask=inside[None, :])
+        return
+    size = min(dispatch.next_power_of_2(plan.chunks), COMBINE_CHUNKS)
 
     def body(i, state):
         out, top, total = state
         chunk = i * size + jnp.arange(size, dtype=jnp.int32)
-        log_sum = plt.load(sum_ref.at[sequence, chunk, row, head], mask=chunk < live, other=-jnp.inf)
-        at = part_ref.at[sequence, chunk[:, None], row, head, columns[None, :]]
-        part = plt.load(at, mask=(chunk < live)[:, None] & inside[None, :], other=0)
-        new_top = jnp.maximum(top, jnp.max(log_sum))
-        keep, weights = jnp.exp2(top - new_top), jnp.exp2(log_sum - new_top)
-        return out * keep + jnp.sum(part * weights[:, None], axis=0), new_top, total * keep + jnp.sum(weights)
+        part = load(chunk, chunk < plan.chunks)
+        new_top = jnp.maximum(top, jnp.max(part.top))
+        keep, weights = jnp.exp2(top - new_top), jnp.exp2(part.top - new_top)
+        added = jnp.sum(part.out * weights[:, None], axis=0)
+        return out * keep + added, new_top, total * keep + jnp.sum(part.total[:, 0] * weights)
 
     state = jnp.zeros((columns.size,), jnp.float32), jnp.float32(flash.FLOOR), jnp.float32(0)
-    out, _, total = jax.lax.fori_loop(0, divide_up(live, size), body, state)
+    groups = pl.cdiv(plan.chunks, size)
+    out, _, total = body(0, state) if groups == 1 else jax.lax.fori_loop(0, groups, body, state)
     out = out / jnp.where(total == 0, 1.0, total)
     plt.store(out_ref.at[sequence, row, head, columns], out.astype(out_ref.dtype), mask=inside)
 
 
+def may_be_serial(plan: Plan) -> bool:
+    """Whether one program may walk all chunks, depending on how many sequences there are."""
+    return plan.chunks <= SERIAL_CHUNKS and plan.chunks * plan.chunk <= SERIAL_REACH
+
+
 def run(
-    q, k_pages, v_pages, page_table, lengths, *, count, rel_logits, r, rel_proj, tau, scale, extent, window, implementation,
-    tiles: Tiles | None = None,
+    q, k_pages, v_pages, page_table, lengths, *, count, rel_logits, r, rel_proj, tau, scale, extent, window,
+    implementation, tiles: Tiles | None = None,
 ):  # fmt: skip
     """The arguments of the public function, checked; `tiles` None chooses for the card."""
     batch, rows, heads, head_dim = q.shape
     _, kv_heads, page, _ = k_pages.shape
     capacity = page_table.shape[1] * page
+    rel_dim = rel_proj.shape[0] if r is not None else 0
+    max_tile_rows = MAX_TILE_ROWS[q.dtype.itemsize]
     if tiles is None:
-        row_bytes = dispatch.next_power_of_2(head_dim) * q.dtype.itemsize
-        tiles = choose_tiles(capacity, window, rows, row_bytes, dispatch.target())
+        wide = dispatch.next_power_of_2(min(rows, max_tile_rows // (heads // kv_heads) + 1) * rel_dim)
+        key_bytes = (2 * dispatch.next_power_of_2(head_dim) + wide) * q.dtype.itemsize
+        tiles = choose_tiles(capacity, window, rows, kv_heads, key_bytes, dispatch.target())
     reach = capacity if window is None else min(capacity, window + rows - 1 + tiles.block - 1)
     bias = "logits" if rel_logits is not None else "project" if r is not None else "none"
     plan = Plan(
-        rows, heads // kv_heads, head_dim, page, extent if bias != "none" else 0, window, scale, bias,
-        rel_proj.shape[0] if rel_proj is not None else 0, tau is not None,
-        tiles.block, tiles.chunk, pl.cdiv(reach, tiles.chunk),
+        rows, heads // kv_heads, head_dim, page, capacity, extent if bias != "none" else 0, window, scale, bias,
+        rel_dim, tau is not None,
+        tiles.block, tiles.chunk, pl.cdiv(reach, tiles.chunk), max_tile_rows,
     )  # fmt: skip
+    serial = may_be_serial(plan) and batch * kv_heads * plan.tiles >= SERIAL_PROGRAMS
+    plan = dataclasses.replace(plan, serial=serial and plan.chunks > 1)
+    whole = plan.serial or plan.chunks == 1
     # A caller that keeps rel_proj transposed, [X, R], and passes its .T pays nothing for this one: XLA drops the pair.
     flat = None if r is None else rel_proj[:, :extent].T.reshape(-1)
     operands = [q, k_pages, v_pages, page_table, lengths, count, tau, rel_logits, r, flat]
@@ -279,16 +343,17 @@ def run(
     result = jax.ShapeDtypeStruct(q.shape, q.dtype)
     parts = [
         jax.ShapeDtypeStruct((batch, plan.chunks, rows, heads, head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((batch, plan.chunks, rows, heads), jnp.float32),
+        *(jax.ShapeDtypeStruct((batch, plan.chunks, rows, heads), jnp.float32),) * 2,
     ]
     out = call(
         functools.partial(chunk_kernel, plan=plan),
-        grid=(batch, kv_heads * plan.tiles, plan.chunks),
-        out_shape=result if plan.chunks == 1 else parts,
+        grid=(batch, kv_heads * plan.tiles, 1 if whole else plan.chunks),
+        out_shape=result if whole else parts,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )(*(x for x in operands if x is not None))
-    if plan.chunks == 1:
+    if whole:
         return out
     combine = functools.partial(combine_kernel, plan=plan)
-    return call(combine, grid=(batch, rows, heads), out_shape=result, num_warps=2)(*out, lengths)
+    num_warps = 1 if may_be_serial(plan) else 2
+    return call(combine, grid=(batch, rows, heads), out_shape=result, num_warps=num_warps)(*out)

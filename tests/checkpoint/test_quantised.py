@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from inkling_jax.checkpoint import CheckpointError, convert, find_quantization, inspect, load_parameters
+from inkling_jax.checkpoint.metadata import Metadata
 from inkling_jax.nn import abstract_parameters
 from inkling_jax.quantization import Quantization
 from pallas_kernels.fp4 import FP4, dequantize
@@ -67,6 +68,15 @@ def test_the_metadata_may_have_a_file_of_their_own(tmp_path: Path, spelling: str
     metadata["exclude_modules"] = metadata.pop("ignore", [])
     (directory / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": metadata}))
     assert_same(load(directory), made.params)
+
+
+@pytest.mark.parametrize("stem", ["_weight.weight_", "_weight_"])
+def test_other_joints_in_the_names_of_packed_tensors(tmp_path: Path, stem: str) -> None:
+    made = handmade.make("compressed")
+    tensors = {
+        name.replace(".weight_", stem) if name.startswith(EXPERTS) else name: x for name, x in made.tensors.items()
+    }
+    assert_same(load(tiny.write(tmp_path / "model", tensors, made.raw)), made.params)
 
 
 @pytest.mark.parametrize("names", ["model.language_model", "model"])
@@ -233,6 +243,19 @@ def test_names_are_compared_as_a_whole(tmp_path: Path, entry: str) -> None:
         entry = "model.llm.layer"
     metadata = made.raw["quantization_config"] | {"ignore": [entry]}
     load(tiny.write(tmp_path / "model", made.tensors, made.raw | {"quantization_config": metadata}))
+
+
+def test_layer_2_is_not_layer_20() -> None:
+    def excludes(entry: str, name: str) -> bool:
+        return Metadata("config.json", "modelopt", "nvfp4", (entry,)).excludes(name)
+
+    layer = "model.llm.layers.2"
+    for entry in (layer, f"{layer}*", f"{layer}.*", f"re:{layer}", "*.2.*", "*layers.2*experts*"):
+        assert excludes(entry, "model.llm.layers.2.mlp.experts.w13_weight")
+        assert not excludes(entry, "model.llm.layers.20.mlp.experts.w13_weight")
+        assert not excludes(entry, "model.llm.layers.12.mlp.experts.w13_weight")
+    assert not excludes("model.llm.layers.2.mlp.*.bias", "model.llm.layers.2.mlp.experts.w13_weight")
+    assert not excludes("modelXllm*", "model.llm.embed.weight")
 
 
 def test_a_list_of_names_that_is_none(tmp_path: Path) -> None:

@@ -216,6 +216,22 @@ def test_a_kill_loses_only_the_shard_at_hand(tmp_path: Path, source: Path, monke
     assert not list(tmp_path.glob(".*"))
 
 
+def test_two_at_once_are_not_let_in(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, second = files._write_shard, []
+
+    def meanwhile(file: Path, *rest: Any) -> None:
+        if not second:
+            with pytest.raises(CheckpointError, match=r"\.out-unfinished: another process is writing there") as caught:
+                second.append("begun")
+                quantize(source, tmp_path / "out", "mxfp4", progress=False)
+            second.append(str(caught.value))
+        real(file, *rest)
+
+    monkeypatch.setattr(files, "_write_shard", meanwhile)
+    quantize(source, tmp_path / "out", "nvfp4", progress=False)
+    assert len(second) == 2 and inspect(tmp_path / "out").quantization == Quantization("nvfp4", (2,))
+
+
 @pytest.mark.parametrize("change", ["format", "source", "journal"])
 def test_work_on_something_else_is_not_taken_up(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, change: str

@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from inkling_jax import Inkling, load, save
 from inkling_jax.cli import generate, main
 from inkling_jax.nn import abstract_parameters
+from pallas_kernels import Implementation
 from tests.checkpoint.tiny import CONFIG
 
 TEXT_CONFIG = replace(
@@ -38,13 +39,19 @@ class Outcome:
     err: str
 
 
-loaded = cache(lambda path, dtype: load(path, dtype, progress=False))
+@cache
+def loaded(path: str, dtype: str, implementation: Implementation | None = None) -> Inkling:
+    return load(path, dtype, progress=False, implementation=implementation)
 
 
 @pytest.fixture(autouse=True)
 def load_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading a checkpoint again would compile everything again."""
-    monkeypatch.setattr(generate, "load", lambda path, dtype, quantization: loaded(path, dtype))
+
+    def again(path: str, dtype: str, quantization: str, implementation: Implementation | None) -> Inkling:
+        return loaded(path, dtype, implementation)
+
+    monkeypatch.setattr(generate, "load", again)
 
 
 @pytest.fixture

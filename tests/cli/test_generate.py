@@ -159,3 +159,9 @@ def assert_one_error(done, words: str) -> None:
     said = [line for line in done.err.splitlines() if "compil" not in line]
     assert len(said) == 1 and said[0].startswith("error: "), done.err
     assert words in done.err
+
+
+def test_an_implementation_that_cannot_run_says_why(command, checkpoint):
+    done = command("generate", "--model", checkpoint, "--prompt", PROMPT, "--implementation", "triton")
+    assert done.code == 2
+    assert done.err.startswith("error: inkling_jax: implementation='triton' needs an NVIDIA or AMD GPU")

@@ -60,6 +60,18 @@ def test_quantise_then_inspect(command, wide, sizes, tmp_path, format):
     assert found["total"]["parameters"] == json.loads(command("inspect", wide, "--json").out)["total"]["parameters"]
 
 
+def test_inspect_lists_what_is_wrong_with_4_bits(command, wide, tmp_path):
+    """Widths that are not whole blocks, too: the list, not an error about the memory."""
+    assert command("quantize", wide, tmp_path / "out", "--format", "nvfp4").code == 0
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    raw["text_config"]["hidden_size"] = 36
+    (tmp_path / "out" / "config.json").write_text(json.dumps(raw))
+    done = command("inspect", tmp_path / "out")
+    assert (done.code, done.err) == (1, "")
+    lines = json.loads(command("inspect", tmp_path / "out", "--json").out)["misshapen"]
+    assert "model.llm.layers.2.mlp.experts.w13_weight: an input of 36 is not whole blocks of 16" in lines
+
+
 def test_generate_can_unpack(command, wide, tmp_path, monkeypatch):
     assert command("quantize", wide, tmp_path / "out", "--format", "nvfp4").code == 0
     asked = []

@@ -93,12 +93,38 @@ class MachineCode:
         target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "kernel.ttir")
-            path.write_text(kernel.ir)
+            path.write_text(simplified(kernel.ir, target, path))
             options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
             compiled = triton.compile(str(path), target=target, options=options)
         text = compiled.asm["amdgcn" if amd else "ptx"]
         spills = amd_spills(text) if amd else nvidia_spills(compiled.asm["cubin"])
         return cls(compiled.metadata.shared, (amd_loads if amd else nvidia_loads)(text), spills)
+
+
+def simplified(text: str, target, path: Path) -> str:
+    """The IR after the passes that Triton and XLA run first; compiling from a file leaves them out."""
+    from triton._C.libtriton import ir, passes
+    from triton.compiler.compiler import make_backend
+
+    path.write_text(text)
+    context = ir.context()
+    ir.load_dialects(context)
+    make_backend(target).load_dialects(context)
+    module = ir.parse_mlir_module(str(path), context)
+    module.context = context
+    manager = ir.pass_manager(context)
+    for add in (
+        passes.common.add_inliner,
+        passes.common.add_canonicalizer,
+        passes.ttir.add_combine,
+        passes.ttir.add_reorder_broadcast,
+        passes.common.add_cse,
+        passes.common.add_symbol_dce,
+        passes.ttir.add_loop_unroll,
+    ):
+        add(manager)
+    manager.run(module, "simplify")
+    return str(module)
 
 
 def nvidia_loads(ptx: str) -> dict[int, int]:

@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels import bench
 from pallas_kernels._case import Case, apart
 
-OWN = ("embed_norm", "embed_dual_norm_cat", "short_conv", "qkvr_prep", "router")
+OWN = ("embed_norm", "embed_dual_norm_cat", "short_conv", "qkvr_prep", "router", "rel_paged_attention", "rel_attention")
 
 
 def tiny() -> Case:

@@ -1,0 +1,68 @@
+"""What a program holds at a time, by the shape of the call and the card."""
+
+from dataclasses import dataclass, replace
+
+from pallas_kernels._dispatch import Target, next_power_of_2
+
+DECODE_ROWS = 16  # the most rows an expert has, on average, for which its weights and not its products count
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Rows of x, rows of the weights (gate and up each), and columns of both; Triton's warps and pipeline stages.
+
+    `weights_first` computes w x^T: unpacked weights then go from registers into Hopper's wide products, where as a right
+    operand they would pass through shared memory.
+    """
+
+    rows: int
+    outputs: int
+    depth: int
+    num_warps: int = 4
+    num_stages: int = 3
+    weights_first: bool = False
+
+    def buffers(self, parts: int, itemsize: float) -> float:
+        """Bytes of shared memory, at most: the tiles of x and of the weights, in every stage."""
+        return self.num_stages * (self.rows + parts * self.outputs) * self.depth * itemsize
+
+
+def choose_tiles(up: bool, pairs: int, experts: int, packed: bool, itemsize: int, where: Target) -> Tiles:
+    """Tiles for `pairs` of a row and an expert; measured on an H200, cut down to other cards' shared memory.
+
+    Decoding reads weights: few rows, small programs, so that they spread evenly over the card. From about 16 rows an
+    expert on, the product counts: large tiles. float32 has no matrix unit, and small ones.
+    """
+    parts, share = (2 if up else 1), pairs // experts
+    wide = where.capability in (90, 100, 103)  # cards whose products read shared memory
+    if itemsize == 4:
+        tiles = Tiles(16, 32, 128 if packed else 32, 4, 2)
+    elif share <= DECODE_ROWS and packed:
+        least = 16 if where.platform == "rocm" else 8  # rows that matrix units take, beside 16 of the weights
+        tiles = Tiles(least if share <= 8 else 16, 32 if up else 64, 256, 2, 3, weights_first=True)
+    elif share <= DECODE_ROWS:
+        tiles = Tiles(16, 32, 256, 4 if up else 2, 4)
+        if up and pairs <= 16:
+            tiles = Tiles(16, 16, 256, 1, 4)
+    elif packed:
+        tiles = Tiles(64 if share <= 64 or not wide else 128, 64, 128, 4, 3, weights_first=wide)
+    elif not wide:
+        tiles = Tiles(64, 128 // parts, 64, 4, 3)
+    else:
+        tiles = Tiles(64 if share <= 256 else 128, 256 // parts, 64, 8 if share > 256 else 4, 3)
+    if where.platform == "rocm":  # warps of 64 threads, and one buffer is filled while the other waits in registers
+        tiles = replace(tiles, num_warps=max(tiles.num_warps // 2, 1), num_stages=2)
+    while tiles.num_stages > 2 and tiles.buffers(parts, itemsize) > where.shared_memory > 0:
+        tiles = replace(tiles, num_stages=tiles.num_stages - 1)
+    return tiles
+
+
+def shared_tiles(tiles: Tiles, rows: int, packed: bool) -> Tiles:
+    """Tiles of the shared experts, arrays that all rows visit, beside the routed ones'.
+
+    With the weights first their products are the narrow ones for any number of rows up to 64, and add in the same order.
+    """
+    if tiles.rows > DECODE_ROWS:
+        return replace(tiles, depth=64)
+    rows = min(max(16, next_power_of_2(rows)), 64)
+    return replace(tiles, rows=rows, depth=64 if packed or rows > 16 else tiles.depth, weights_first=True)
