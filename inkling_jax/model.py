@@ -133,13 +133,18 @@ class Inkling:
         tokenizer: Tokenizer | None = None,
         directory: Path | None = None,
         implementation: Implementation | None = None,
+        mesh: MeshLike = None,
     ):
-        """`implementation` as in `load`. Raises ValueError when `params` are not exactly those of `config`."""
+        """`implementation` and `mesh` as in `load`; parameters that are elsewhere are moved onto the mesh.
+
+        Raises ValueError when `params` are not exactly those of `config`, or do not divide over the mesh.
+        """
         dtype = params["embed.weight"].dtype if "embed.weight" in params else jnp.dtype("bfloat16")
         self.quantization = quantization_of(params)
         _check_params(params, abstract_parameters(config, dtype, self.quantization))
         self.config, self.params, self.tokenizer, self.directory = config, dict(params), tokenizer, directory
-        self._engine = Engine(config, self.params, dtype, implementation)
+        devices = None if mesh is None else make_mesh(mesh)
+        self._engine = Engine(config, self.params, dtype, implementation, devices)
 
     def __repr__(self) -> str:
         size = sum(_weights_in(path, array) for path, array in self.params.items())
@@ -343,7 +348,7 @@ def load(
         where = shardings(config, devices, packed)
         abstract = {path: spec.update(sharding=where[path]) for path, spec in abstract.items()}
     params = checkpoint.load_parameters(directory, config, abstract, progress=progress)
-    return Inkling(config, params, Tokenizer.from_directory(directory), directory, implementation)
+    return Inkling(config, params, Tokenizer.from_directory(directory), directory, implementation, devices)
 
 
 def save(model: Inkling, path: str | os.PathLike[str], layout: FileLayout = "original") -> None:

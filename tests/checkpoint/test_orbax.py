@@ -69,10 +69,10 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Saved from a mesh of 2 x 4."""
     directory = tmp_path_factory.mktemp("orbax") / "saved"
-    (original / "tokenizer.json").write_text("{}")
+    (original / "tokenizer_config.json").write_text("{}")
     params = load(original, {"tensor": 2, "expert": 4})
     save_checkpoint(directory, CONFIG, params, layout="orbax", tokenizer_dir=original)
-    (original / "tokenizer.json").unlink()
+    (original / "tokenizer_config.json").unlink()
     return directory
 
 
@@ -94,7 +94,7 @@ def test_from_another_mesh_and_through_safetensors(original: Path, tmp_path: Pat
 
 def test_what_lies_beside_the_parameters(saved: Path) -> None:
     assert InklingConfig.from_path(saved) == CONFIG
-    assert sorted(path.name for path in saved.iterdir()) == ["config.json", "orbax.json", "params", "tokenizer.json"]
+    assert sorted(path.name for path in saved.iterdir()) == ["config.json", "orbax.json", "params", "tokenizer_config.json"]
     assert sorted(path.name for path in saved.parent.iterdir()) == ["saved"]
 
 
@@ -163,6 +163,19 @@ def test_the_model_itself(tmp_path: Path) -> None:
     inkling_jax.save(model, tmp_path / "two", layout="orbax")
     for directory in (tmp_path / "one", tmp_path / "two"):
         assert tiny.same(load(directory), PARAMS)
+
+
+def test_a_loaded_mesh_runs(saved: Path) -> None:
+    """The same logits on eight devices as on one; what is asked of the machine and the model must be there."""
+    one, eight = (
+        inkling_jax.load(saved, "float32", progress=False, mesh=sizes) for sizes in (None, {"tensor": 2, "expert": 4})
+    )
+    assert {len(array.devices()) for array in eight.params.values()} == {8}
+    np.testing.assert_allclose(*(np.asarray(model.logits([1, 2, 3])) for model in (one, eight)), atol=1e-4)
+    with pytest.raises(ValueError, match="mesh: tensor=16 takes 16 devices and this machine has 8"):
+        inkling_jax.load(saved, mesh={"tensor": 16})
+    with pytest.raises(ValueError, match="num_experts = 8 does not divide by 3"):
+        inkling_jax.load(saved, mesh={"expert": 3})
 
 
 def test_what_would_be_overwritten(saved: Path) -> None:
