@@ -52,7 +52,7 @@ def test_a_device_of_eight_by_hand() -> None:
     router = 2 * 258 * h + 4 * 256 + 4  # float32 bias and scale
     dense = 2 * (layers * (attention + small) + rel + 2 * (dense_mlp + 1) + moe * shared + 2 * h) + moe * router
     head, embedding = 2 * vocabulary * h // 8, 2 * vocabulary * h
-    depth = 2 * (2 * h * h + 2 * h + attention + small + dense_mlp + 1 + 16 * 512)
+    depth = 2 * (2 * h * h // 8 + 2 * h + attention + small + dense_mlp + 1 + 16 * 512)
     global_depth = depth + 2 * 16 * 512
     found = plan(SMALL, {"tensor": 2, "expert": 4}, batch=2, context=4096, draft_tokens=3)
     assert found.weights == dense + 2 * moe * experts + head + embedding + 6 * depth + 2 * global_depth

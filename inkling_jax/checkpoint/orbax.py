@@ -139,7 +139,7 @@ def start_writing(directory: Path, params: Mapping[str, jax.Array]) -> Callable[
     """Begin to write arrays as one tree, every process its own part of them; what is returned waits for the end."""
     import orbax.checkpoint.experimental.v1 as ocp
 
-    context = _context()
+    context = _context(params.values())
     context.memory.is_prioritized_key_fn = lambda key: False  # arrays are copied from devices as room becomes free
     with context:
         return ocp.save_async(_at(directory), dict(params)).result
@@ -149,11 +149,11 @@ def write_params(directory: Path, groups: Iterable[Mapping[str, np.ndarray]], ba
     """Write arrays of the host, one group after the other, as one tree."""
     import orbax.checkpoint.experimental.v1 as ocp
 
-    with _context():
-        for group in groups:
+    for group in groups:
+        with _context(group.values()):
             ocp.partial.save(_at(directory), dict(group))
-            bar.update(sum(array.nbytes for array in group.values()))
-        ocp.partial.finalize(_at(directory))
+        bar.update(sum(array.nbytes for array in group.values()))
+    ocp.partial.finalize(_at(directory))
 
 
 def read_params(
@@ -199,7 +199,7 @@ def _load(saved: Saved, specs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, 
         # Without a sharding, an array of the host: what was saved may have been on devices that are not here.
         tree[name] = spec if spec.sharding else np.broadcast_to(np.zeros((), spec.dtype), spec.shape)
     try:
-        with _context():
+        with _context(specs.values()):
             found: Any = ocp.load(_at(saved.directory), tree)
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{saved.directory / PARAMS}: cannot be read: {error}") from None
@@ -237,14 +237,16 @@ def _at(directory: Path) -> str:
     return str((directory / PARAMS).absolute())
 
 
-def _context() -> Any:
+def _context(arrays: Iterable[jax.ShapeDtypeStruct | jax.Array | np.ndarray]) -> Any:
+    """Limits for these arrays: Orbax refuses one that, in whole chunks, is no smaller than what may be under way."""
     import orbax.checkpoint.experimental.v1 as ocp
 
+    most = max([_GROUP_BYTES, *(1 + 2 * array.dtype.itemsize * math.prod(array.shape) for array in arrays)])
     context = ocp.Context()
     context.asynchronous.timeout_secs = 24 * 3600  # terabytes onto a shared disk
-    context.memory.write_concurrent_bytes = _GROUP_BYTES
-    context.memory.read_concurrent_bytes = _GROUP_BYTES
-    context.memory.transfer_concurrent_bytes = _GROUP_BYTES
+    context.memory.write_concurrent_bytes = most
+    context.memory.read_concurrent_bytes = most
+    context.memory.transfer_concurrent_bytes = most
     context.memory.deepcopy_host_arrays = False
     context.array.saving.use_compression = False  # weights shrink little and take long
     context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES

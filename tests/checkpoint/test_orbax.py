@@ -92,9 +92,24 @@ def test_from_another_mesh_and_through_safetensors(original: Path, tmp_path: Pat
     assert tiny.same(load(back, {"expert": 2}), PARAMS)
 
 
+@pytest.mark.parametrize("sizes", [None, {"tensor": 2}], ids=str)
+def test_arrays_larger_than_what_is_under_way(
+    original: Path, tmp_path: Path, sizes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inkling_jax.checkpoint.orbax._GROUP_BYTES", 2000)
+    monkeypatch.setattr("inkling_jax.checkpoint.orbax._CHUNK_BYTES", 1000)
+    save_checkpoint(tmp_path / "saved", CONFIG, load(original, sizes), layout="orbax")
+    assert tiny.same(load(tmp_path / "saved", sizes), PARAMS)
+
+
 def test_what_lies_beside_the_parameters(saved: Path) -> None:
     assert InklingConfig.from_path(saved) == CONFIG
-    assert sorted(path.name for path in saved.iterdir()) == ["config.json", "orbax.json", "params", "tokenizer_config.json"]
+    assert sorted(path.name for path in saved.iterdir()) == [
+        "config.json",
+        "orbax.json",
+        "params",
+        "tokenizer_config.json",
+    ]
     assert sorted(path.name for path in saved.parent.iterdir()) == ["saved"]
 
 
