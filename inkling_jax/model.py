@@ -261,12 +261,13 @@ class Inkling:
         if length > self.config.max_context:
             raise ValueError(f"tokens: {length} exceed the model's context of {self.config.max_context}")
         depths = 0 if depth is None else depth + 1
+        batch = -(-batch // self._engine.groups) * self._engine.groups  # padded with empty sequences
         needed = np.full(batch, length)
         shape = self._engine.shape(needed, depths)
         self._engine.check_memory(shape)
         cache = self._engine.cache(shape, needed)
         buffer = np.zeros((batch, shape.width * shape.page_size), np.int32)
-        buffer[:, :length] = rows
+        buffer[: len(rows), :length] = rows
         chunk = chunk_rows(wanted, batch)
         pieces = []
         for start in range(0, wanted, chunk):
@@ -274,13 +275,13 @@ class Inkling:
                 logits, cache = self._engine.teacher_forced(
                     self._engine.leaves,
                     cache,
-                    jnp.asarray(buffer),
-                    jnp.full(batch, length, jnp.int32),
-                    jnp.int32(start),
+                    self._engine.place(buffer),
+                    self._engine.place(needed.astype(np.int32)),
+                    np.int32(start),
                     chunk=chunk,
                     depth=depth,
                 )
-            pieces.append(logits[:, : wanted - start])
+            pieces.append(logits[: len(rows), : wanted - start])
         found = jnp.concatenate(pieces, axis=1)
         return found if ids.ndim == 2 else found[0]
 
