@@ -133,18 +133,16 @@ class Inkling:
         tokenizer: Tokenizer | None = None,
         directory: Path | None = None,
         implementation: Implementation | None = None,
-        mesh: MeshLike = None,
     ):
-        """`implementation` and `mesh` as in `load`; parameters that are elsewhere are moved onto the mesh.
+        """`implementation` as in `load`; on a mesh, or one device, as `params` are.
 
-        Raises ValueError when `params` are not exactly those of `config`, or do not divide over the mesh.
+        Raises ValueError when `params` are not exactly those of `config`.
         """
         dtype = params["embed.weight"].dtype if "embed.weight" in params else jnp.dtype("bfloat16")
         self.quantization = quantization_of(params)
         _check_params(params, abstract_parameters(config, dtype, self.quantization))
         self.config, self.params, self.tokenizer, self.directory = config, dict(params), tokenizer, directory
-        devices = None if mesh is None else make_mesh(mesh)
-        self._engine = Engine(config, self.params, dtype, implementation, devices)
+        self._engine = Engine(config, self.params, dtype, implementation)
 
     def __repr__(self) -> str:
         size = sum(_weights_in(path, array) for path, array in self.params.items())
@@ -269,12 +267,13 @@ class Inkling:
         if length > self.config.max_context:
             raise ValueError(f"tokens: {length} exceed the model's context of {self.config.max_context}")
         depths = 0 if depth is None else depth + 1
+        batch = -(-batch // self._engine.groups) * self._engine.groups  # padded with empty sequences
         needed = np.full(batch, length)
         shape = self._engine.shape(needed, depths)
         self._engine.check_memory(shape)
         cache = self._engine.cache(shape, needed)
         buffer = np.zeros((batch, shape.width * shape.page_size), np.int32)
-        buffer[:, :length] = rows
+        buffer[: len(rows), :length] = rows
         chunk = chunk_rows(wanted, batch)
         pieces = []
         for start in range(0, wanted, chunk):
@@ -282,13 +281,13 @@ class Inkling:
                 logits, cache = self._engine.teacher_forced(
                     self._engine.leaves,
                     cache,
-                    jnp.asarray(buffer),
-                    jnp.full(batch, length, jnp.int32),
-                    jnp.int32(start),
+                    self._engine.place(buffer),
+                    self._engine.place(needed.astype(np.int32)),
+                    np.int32(start),
                     chunk=chunk,
                     depth=depth,
                 )
-            pieces.append(logits[:, : wanted - start])
+            pieces.append(logits[: len(rows), : wanted - start])
         found = jnp.concatenate(pieces, axis=1)
         return found if ids.ndim == 2 else found[0]
 
@@ -348,7 +347,7 @@ def load(
         where = shardings(config, devices, packed)
         abstract = {path: spec.update(sharding=where[path]) for path, spec in abstract.items()}
     params = checkpoint.load_parameters(directory, config, abstract, progress=progress)
-    return Inkling(config, params, Tokenizer.from_directory(directory), directory, implementation, devices)
+    return Inkling(config, params, Tokenizer.from_directory(directory), directory, implementation)
 
 
 def save(model: Inkling, path: str | os.PathLike[str], layout: FileLayout = "original") -> None:

@@ -8,6 +8,7 @@ What runs on a mesh asks `inkling_jax.collectives` for the sums and gathers that
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -62,6 +63,15 @@ def make_mesh(spec: MeshLike) -> Mesh:
         asked = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size > 1)
         raise ValueError(f"mesh: {asked} takes {wanted} devices and this machine has {len(devices)}")
     return Mesh(np.array(devices[:wanted]).reshape(sizes), AXES)
+
+
+def mesh_of(params: Mapping[str, Any]) -> Mesh | None:
+    """The mesh that parameters lie on, None for a single device."""
+    for array in params.values():
+        where = getattr(array, "sharding", None)
+        if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh) and where.mesh.axis_names == AXES:
+            return where.mesh
+    return None
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -26,7 +27,7 @@ from ..cache import PAGE_SIZE, Cache, CacheShape, Ring, allocate_pages, make_cac
 from ..config import InklingConfig
 from ..nn import InklingModel
 from ..quantization import quantization_of
-from ..sharding import TABLE, parts_of, shardings, spec_of
+from ..sharding import TABLE, mesh_of, parts_of, shardings, spec_of
 from .loop import decode, prefill, teacher_forced
 from .request import Request
 from .state import FULL, RUNNING, DecodeState, Settings
@@ -62,10 +63,11 @@ class Engine:
         implementation: Implementation | None = None,
         mesh: Mesh | None = None,
     ):
-        """`mesh`, with the axes of `inkling_jax.sharding`, is where the parameters go, unless they are there already.
+        """`mesh`, with the axes of `inkling_jax.sharding`, is where the parameters go; None leaves them where they are.
 
         Raises ValueError where the model does not divide over it.
         """
+        mesh = mesh_of(params) if mesh is None else mesh
         self.config, self.dtype, self.mesh = config, jnp.dtype(dtype), mesh
         self.implementation: Implementation = choose_implementation(config, implementation)
         packed = quantization_of(params)
@@ -150,6 +152,12 @@ class Engine:
             array.shape, NamedSharding(self.mesh, spec_of(("batch",))), lambda part: array[part]
         )
 
+    def fetch(self, array: Array) -> np.ndarray:
+        """An array of the state on the host, put together from all processes where each has a part."""
+        if array.is_fully_addressable or array.is_fully_replicated:
+            return np.asarray(array)
+        return multihost_utils.process_allgather(array, tiled=True)
+
     def shape(self, needed: np.ndarray, drafts: int) -> CacheShape:
         """The bucket of cache sizes for sequences of `needed[b]` rows."""
         pages = -(-needed // PAGE_SIZE)
@@ -189,7 +197,9 @@ class Engine:
 def _placed(array: Array | jax.ShapeDtypeStruct, where: NamedSharding) -> Array | jax.ShapeDtypeStruct:
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
-    return jax.device_put(array, where)
+    if where.is_fully_addressable or array.sharding == where:
+        return jax.device_put(array, where)
+    return jax.make_array_from_callback(array.shape, where, lambda part: np.asarray(array[part]))
 
 
 def choose_implementation(config: InklingConfig, asked: str | None) -> Implementation:
@@ -210,7 +220,7 @@ def choose_implementation(config: InklingConfig, asked: str | None) -> Implement
 
 def free_memory(array: Array) -> int | None:
     """Bytes free on the device of an array, or None where it does not say."""
-    device = next(iter(array.devices()))
+    device = array.addressable_shards[0].device
     if device.platform == "cpu":
         return psutil.virtual_memory().available
     stats = device.memory_stats() or {}
