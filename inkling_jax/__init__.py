@@ -4,7 +4,8 @@ from .benchmark import bench
 from .checkpoint import quantize
 from .config import InklingConfig
 from .errors import CheckpointError, ConfigError
-from .model import Completion, Generation, Inkling, Statistics, Stream, load, save
+from .model import Completion, Generation, Inkling, Statistics, Stream, load, save, save_async
+from .planning import plan
 
 __version__ = "0.1.0"
 
@@ -19,7 +20,9 @@ __all__ = [
     "Stream",
     "bench",
     "load",
+    "plan",
     "quantize",
     "save",
+    "save_async",
     "__version__",
 ]

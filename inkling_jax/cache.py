@@ -6,17 +6,21 @@ the next round writes over it, and nothing reads a position that has not been wr
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Implementation
 
+from . import collectives
 from .config import InklingConfig
+from .sharding import TABLE, parts_of, sharding_of, spec_of
 
 PAGE_SIZE = 64
 VERIFY_ROWS = 16  # steps of at most so many rows are written before they attend (`ops.attend`)
@@ -92,9 +96,10 @@ class PagedKV:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Ring:
-    """The last rows of a stream, position p in row p % size."""
+    """The last rows of a stream, position p in row p % size. `axis`: the logical axis of its channels on a mesh."""
 
     rows: Leaf  # [B, size, C]
+    axis: str | None = field(default=None, metadata=STATIC)
 
     def read(self, first: Int[Array, " B"], count: int) -> Float[Array, "B count C"]:
         """Rows at positions first .. first + count - 1; zeros before the start of the sequence."""
@@ -106,7 +111,7 @@ class Ring:
         batch, size, _ = self.rows.shape
         new = x.shape[1]
         at = jnp.where(rows.last(new, size), rows.positions(new) % size, size)
-        return Ring(self.rows.at[jnp.arange(batch)[:, None], at].set(x, mode="drop"))
+        return dataclasses.replace(self, rows=self.rows.at[jnp.arange(batch)[:, None], at].set(x, mode="drop"))
 
 
 @jax.tree_util.register_dataclass
@@ -142,13 +147,18 @@ class Cache:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The sizes that a cache is compiled for: `rows` is the most rows a sequence adds in one round of decoding."""
+    """The sizes that a cache is compiled for: `rows` is the most rows a sequence adds in one round of decoding.
+
+    Sequences and global pages fall into `groups` of equal size, one for each device of the data axis. A page's number
+    counts within its group.
+    """
 
     batch: int
     pages: int  # global pages, of all sequences together
     width: int  # entries of a page table: the longest sequence in pages
     drafts: int
     page_size: int = PAGE_SIZE
+    groups: int = 1
 
     @property
     def rows(self) -> int:
@@ -161,38 +171,74 @@ class CacheShape:
 
 
 def make_cache(
-    config: InklingConfig, shape: CacheShape, dtype: DTypeLike, implementation: Implementation = "xla"
+    config: InklingConfig,
+    shape: CacheShape,
+    dtype: DTypeLike,
+    implementation: Implementation = "xla",
+    mesh: Mesh | None = None,
 ) -> Cache:
-    """An empty cache. Its page tables are unallocated; `allocate_pages` makes real ones."""
+    """An empty cache, each device of a mesh holding its part of it. `allocate_pages` makes the page tables."""
     layers = [config.is_local(i) for i in range(config.num_layers)]
     depths = [config.mtp_is_local(d) for d in range(shape.drafts)]
-    table = jnp.full((shape.batch, shape.width), -1, jnp.int32)
+    device = None if mesh is None else NamedSharding(mesh, spec_of(("batch", None)))
+    table = partial(jnp.full, (shape.batch, shape.width), -1, jnp.int32, device=device)
     return Cache(
-        layers=tuple(_layer_cache(config, local, shape, dtype) for local in layers),
-        depths=tuple(_layer_cache(config, local, shape, dtype) for local in depths),
-        global_pages=table,
-        local_pages=table + 0,  # two arrays: a donated one may not be given twice
+        layers=tuple(_layer_cache(config, local, shape, dtype, mesh) for local in layers),
+        depths=tuple(_layer_cache(config, local, shape, dtype, mesh) for local in depths),
+        global_pages=table(),
+        local_pages=table(),  # two arrays: a donated one may not be given twice
         implementation=implementation,
     )
 
 
-def _layer_cache(config: InklingConfig, local: bool, shape: CacheShape, dtype: DTypeLike) -> LayerCache:
+def _layer_cache(
+    config: InklingConfig, local: bool, shape: CacheShape, dtype: DTypeLike, mesh: Mesh | None
+) -> LayerCache:
+    """On a mesh with more devices along tensor than KV heads, each device has a head, several the same one.
+
+    Rings of the residual branches are split where a round of decoding has many rows (`collectives.few`).
+    """
     attention = config.attention(local)
     per_sequence = shape.local_pages(config)
     pages = shape.batch * per_sequence if local else shape.pages
-    kv = (pages, attention.kv_heads, shape.page_size, attention.head_dim)
+    kv_heads = max(attention.kv_heads, 1 if mesh is None else parts_of(mesh, TABLE["kv_heads"]))
+    kv = (pages, kv_heads, shape.page_size, attention.head_dim)
     size = config.conv_width - 1 + shape.rows
+    many = shape.batch // shape.groups * max(shape.rows, 2) > collectives.ALL_REDUCE_ROWS
 
-    def ring(channels: int) -> Ring:
-        return Ring(jnp.zeros((shape.batch, size, channels), dtype))
+    def zeros(size: tuple[int, ...], *axes: str | None) -> Array:
+        return jnp.zeros(size, dtype, device=None if mesh is None else sharding_of(axes, size, mesh))
+
+    def ring(channels: int, axis: str | None) -> Ring:
+        return Ring(zeros((shape.batch, size, channels), "batch", None, axis), axis)
+
+    def residual(axis: str) -> Ring:
+        return ring(config.hidden_size, axis if mesh is not None and parts_of(mesh, TABLE[axis]) > 1 and many else None)
+
+    def pool() -> Array:
+        return zeros(kv, "pages", "kv_heads", None, None)
 
     return LayerCache(
-        kv=PagedKV(jnp.zeros(kv, dtype), jnp.zeros(kv, dtype), per_sequence * shape.page_size if local else None),
-        k_conv=ring(attention.kv_heads * attention.head_dim),
-        v_conv=ring(attention.kv_heads * attention.head_dim),
-        attn_conv=ring(config.hidden_size),
-        mlp_conv=ring(config.hidden_size),
+        kv=PagedKV(pool(), pool(), per_sequence * shape.page_size if local else None),
+        k_conv=ring(kv_heads * attention.head_dim, "kv_heads"),
+        v_conv=ring(kv_heads * attention.head_dim, "kv_heads"),
+        attn_conv=residual("heads"),
+        mlp_conv=residual("mlp"),
     )
+
+
+def specs(state: Any) -> Any:
+    """How a cache, or any state around one, lies on a mesh: its tree with a PartitionSpec for each array."""
+
+    def of(part: Any) -> Any:
+        if isinstance(part, PagedKV):
+            pages = spec_of(("pages", "kv_heads", None, None))
+            return dataclasses.replace(part, k=pages, v=pages)
+        if isinstance(part, Ring):
+            return dataclasses.replace(part, rows=spec_of(("batch", None, part.axis)))
+        return spec_of(("batch",) if part.ndim else ())
+
+    return jax.tree.map(of, state, is_leaf=lambda part: isinstance(part, PagedKV | Ring))
 
 
 def allocate_pages(config: InklingConfig, shape: CacheShape, capacity: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -202,13 +248,14 @@ def allocate_pages(config: InklingConfig, shape: CacheShape, capacity: np.ndarra
     `local_pages`: that repetition is all there is to its ring.
     """
     needed = -(-capacity // shape.page_size)
-    if needed.sum() > shape.pages or needed.max(initial=0) > shape.width:
+    groups = needed.reshape(shape.groups, -1)
+    if groups.sum(axis=1).max() * shape.groups > shape.pages or needed.max(initial=0) > shape.width:
         raise ValueError(f"{needed.sum()} pages of {shape.page_size} rows needed, the cache holds {shape.pages}")
     index = np.arange(shape.width)
-    first = np.cumsum(needed) - needed
+    first = (np.cumsum(groups, axis=1) - groups).reshape(-1)
     everything = np.where(index < needed[:, None], first[:, None] + index, -1)
     local = shape.local_pages(config)
-    ring = np.arange(shape.batch)[:, None] * local + index % local
+    ring = np.arange(shape.batch)[:, None] % (shape.batch // shape.groups) * local + index % local
     return everything.astype(np.int32), ring.astype(np.int32)
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, overload
 
@@ -14,13 +15,15 @@ from pallas_kernels import Implementation
 from pallas_kernels.fp4 import VALUES_A_WORD
 
 from . import checkpoint
+from .checkpoint import FileLayout
 from .compilation import announce, enable_cache
-from .config import InklingConfig, Layout
+from .config import InklingConfig
 from .decode.engine import Engine, choose_implementation, chunk_rows
 from .decode.request import Prompt, as_array, is_single, make_requests, token_ids
 from .decode.session import Completion, Session, Statistics
 from .nn import abstract_parameters
 from .quantization import quantization_of
+from .sharding import MeshLike, make_mesh, shardings
 from .tokenizer import Tokenizer
 
 DTYPES = ("bfloat16", "float32")
@@ -131,7 +134,10 @@ class Inkling:
         directory: Path | None = None,
         implementation: Implementation | None = None,
     ):
-        """`implementation` as in `load`. Raises ValueError when `params` are not exactly those of `config`."""
+        """`implementation` as in `load`; on a mesh, or one device, as `params` are.
+
+        Raises ValueError when `params` are not exactly those of `config`.
+        """
         dtype = params["embed.weight"].dtype if "embed.weight" in params else jnp.dtype("bfloat16")
         self.quantization = quantization_of(params)
         _check_params(params, abstract_parameters(config, dtype, self.quantization))
@@ -261,12 +267,13 @@ class Inkling:
         if length > self.config.max_context:
             raise ValueError(f"tokens: {length} exceed the model's context of {self.config.max_context}")
         depths = 0 if depth is None else depth + 1
+        batch = -(-batch // self._engine.groups) * self._engine.groups  # padded with empty sequences
         needed = np.full(batch, length)
         shape = self._engine.shape(needed, depths)
         self._engine.check_memory(shape)
         cache = self._engine.cache(shape, needed)
         buffer = np.zeros((batch, shape.width * shape.page_size), np.int32)
-        buffer[:, :length] = rows
+        buffer[: len(rows), :length] = rows
         chunk = chunk_rows(wanted, batch)
         pieces = []
         for start in range(0, wanted, chunk):
@@ -274,13 +281,13 @@ class Inkling:
                 logits, cache = self._engine.teacher_forced(
                     self._engine.leaves,
                     cache,
-                    jnp.asarray(buffer),
-                    jnp.full(batch, length, jnp.int32),
-                    jnp.int32(start),
+                    self._engine.place(buffer),
+                    self._engine.place(needed.astype(np.int32)),
+                    np.int32(start),
                     chunk=chunk,
                     depth=depth,
                 )
-            pieces.append(logits[:, : wanted - start])
+            pieces.append(logits[: len(rows), : wanted - start])
         found = jnp.concatenate(pieces, axis=1)
         return found if ids.ndim == 2 else found[0]
 
@@ -309,6 +316,7 @@ def load(
     progress: bool = True,
     quantization: str = "keep",
     implementation: Implementation | None = None,
+    mesh: MeshLike = None,
 ) -> Inkling:
     """Loads a checkpoint: a directory, a hub id, or "nano" for the bundled model.
 
@@ -316,28 +324,44 @@ def load(
     quantization: "keep" leaves the experts of an NVFP4 or MXFP4 checkpoint in 4 bits, "none" turns them into `dtype`.
     implementation: what decodes. None takes the kernels ("triton") on an NVIDIA or AMD GPU and plain JAX ("xla")
     elsewhere; "interpret" runs the kernels in Pallas' interpreter on any machine, slowly, to check them.
+    mesh: how many devices to spread over, as {"tensor": 2, "expert": 4}, or a `jax.sharding.Mesh` with such axes (see
+    `inkling_jax.sharding`); every process reads the slices of its own devices. None is one device.
     Also turns on the persistent compilation cache (see `inkling_jax.compilation`).
 
     Raises `CheckpointError` (a ValueError) naming the file, tensor or field at fault, `NotImplementedError`
-    where the asked implementation cannot run.
+    where the asked implementation cannot run, ValueError for a mesh that this machine does not have or that does not
+    divide the model.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
     if quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, found {quantization!r}")
+    devices = None if mesh is None else make_mesh(mesh)
     enable_cache()
     directory = checkpoint.resolve(path)
     config = InklingConfig.from_path(directory)
     choose_implementation(config, implementation)  # before anything is read
     packed = checkpoint.find_quantization(directory, config) if quantization == "keep" else None
     abstract = abstract_parameters(config, dtype, packed)
+    if devices is not None:
+        where = shardings(config, devices, packed)
+        abstract = {path: spec.update(sharding=where[path]) for path, spec in abstract.items()}
     params = checkpoint.load_parameters(directory, config, abstract, progress=progress)
     return Inkling(config, params, Tokenizer.from_directory(directory), directory, implementation)
 
 
-def save(model: Inkling, path: str | os.PathLike[str], layout: Layout = "original") -> None:
-    """Writes a model as sharded safetensors with an index, its config and tokenizer, in either layout.
+def save(model: Inkling, path: str | os.PathLike[str], layout: FileLayout = "original") -> None:
+    """Writes a model with its config and tokenizer: as sharded safetensors with an index in either layout, or by Orbax.
 
-    The directory appears only when it is complete. Raises `CheckpointError` when it exists and is not empty.
+    layout: "original", "transformers", or "orbax", which is the one for models on several processes; each of them calls
+    this then. The directory appears only when it is complete. Raises `CheckpointError` when it exists and is not empty.
     """
     checkpoint.save_checkpoint(Path(path), model.config, model.params, layout=layout, tokenizer_dir=model.directory)
+
+
+def save_async(model: Inkling, path: str | os.PathLike[str]) -> Future[None]:
+    """Saves a model by Orbax in the background; `result()` of what is returned waits, and raises what went wrong.
+
+    The model can be used meanwhile. Call `result()` before the program ends. Raises as `save` does.
+    """
+    return checkpoint.save_in_background(Path(path), model.config, model.params, tokenizer_dir=model.directory)

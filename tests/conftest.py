@@ -22,6 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
         jax.config.update("jax_platforms", "cpu")
     if os.environ.get("JAX_PLATFORMS") == "cpu":
+        jax.config.update("jax_num_cpu_devices", 8)  # for meshes; what asks for none runs on the first
         # A third of the compile time, which is most of the time the tests take (jax 0.11.2 and 0.12.0, 2026-11-30).
         os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 

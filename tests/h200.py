@@ -34,6 +34,15 @@ gpu_device_info {
 
 
 @dataclass(frozen=True)
+class Collective:
+    """Its kind, the arrays it makes on each device, as in "bf16[2,512]", and whether a branch of the program has it."""
+
+    kind: str
+    makes: tuple[str, ...]
+    in_branch: bool
+
+
+@dataclass(frozen=True)
 class Program:
     """A compiled program: its optimised HLO, the launches that run it, and the bytes of its buffers."""
 
@@ -49,6 +58,19 @@ class Program:
         widths = [bits.get(dtype, int(re.sub(r"\D", "", dtype) or 8)) for dtype, _ in shapes]
         return [int(n) * width // 8 for n, width in zip(sizes, widths, strict=True)]
 
+    def collectives(self) -> list["Collective"]:
+        """What the devices of a mesh send each other, in the order of the program text."""
+        found = []
+        kinds = "all-reduce|all-gather|reduce-scatter|(?:ragged-)?all-to-all|collective-permute|collective-broadcast"
+        for line in self.hlo.splitlines():
+            if match := re.search(rf"= (.*?) ({kinds})(-start)?\(", line):
+                shapes = re.findall(r"\w+\[[\d,]*\]", match[1])
+                if match[3]:  # operands, then results
+                    shapes = shapes[len(shapes) // 2 :]
+                [name] = re.findall(r'op_name="([^"]*)"', line)[:1] or [""]
+                found.append(Collective(match[2], tuple(shapes), "/cond/" in name))
+        return found
+
     def loop_body(self) -> list[str]:
         """The launches of the outermost loop's body, each indented below what holds it."""
         lines = [line for line in self.launches.splitlines() if line.strip() != "condition:"]  # not indented
@@ -62,13 +84,23 @@ def indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def compiled(function: Any, args: tuple, folder: Path, **static: Any) -> Program:
-    """The jitted function compiled for arguments of these shapes; XLA leaves its notes in `folder`."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=CARD, topology="1x1x1")
-    sharding = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
+def cards(count: int) -> list[Any]:
+    """So many H200s of one machine, for a mesh to be compiled for."""
+    return topologies.get_topology_desc(platform="cuda", target_config=CARD, topology=f"1x1x{count}").devices
+
+
+def compiled(function: Any, args: tuple, folder: Path, mesh: Mesh | None = None, **static: Any) -> Program:
+    """The jitted function compiled for arguments of these shapes; XLA leaves its notes in `folder`.
+
+    On a mesh the arguments must say where they live.
+    """
+    shapes = args
+    if mesh is None:
+        sharding = NamedSharding(Mesh(np.array(cards(1)), ("x",)), PartitionSpec())
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     device = AbstractDevice("NVIDIA H200", None, "cuda")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    target = AbstractMesh((), (), abstract_device=device) if mesh is None else mesh.abstract_mesh
+    with use_abstract_mesh(target):
         lowered = function.trace(*shapes, **static).lower(lowering_platforms=("cuda",))
     with warnings.catch_warnings():  # what a persistent cache has of it cannot be read back without the card
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")

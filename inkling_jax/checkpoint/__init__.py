@@ -1,15 +1,18 @@
-"""How weights come in and go out: one table of names for both layouts, a streaming reader, a writer, a quantiser."""
+"""How weights come in and go out: one table of names, a reader of slices, writers, Orbax, a quantiser."""
 
 from inkling_jax.errors import CheckpointError
 
+from .converting import convert
 from .hub import resolve
 from .inspection import Inspection, PartSize, inspect
-from .quantizing import quantize
+from .names import FileLayout
+from .quantizing import quantize, quantized_layers
 from .read import find_quantization, load_parameters
-from .write import convert, save_checkpoint
+from .write import save_checkpoint, save_in_background
 
 __all__ = [
     "CheckpointError",
+    "FileLayout",
     "Inspection",
     "PartSize",
     "convert",
@@ -17,6 +20,8 @@ __all__ = [
     "inspect",
     "load_parameters",
     "quantize",
+    "quantized_layers",
     "resolve",
     "save_checkpoint",
+    "save_in_background",
 ]

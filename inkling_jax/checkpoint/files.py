@@ -1,10 +1,11 @@
 """Safetensors files: what is in them, reading a tensor and writing shards, both in pieces of bounded size."""
 
+import io
 import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -15,6 +16,8 @@ from tqdm import tqdm
 
 from inkling_jax.config import read_json
 from inkling_jax.errors import CheckpointError
+
+from .windows import Window, runs, whole
 
 INDEX = "model.safetensors.index.json"
 MTP_FILE = "mtp.safetensors"  # may stand beside an index that does not name it
@@ -54,11 +57,6 @@ class Tensor:
     def itemsize(self) -> int:
         """Bytes an element; 1 for a dtype that is not read."""
         return STORED[self.dtype].itemsize if self.dtype in STORED else 1
-
-    def part(self, i: int, n: int) -> "Tensor":
-        """The i-th of n equal parts along the first axis, as a tensor of its own."""
-        shape = (self.shape[0] // n, *self.shape[1:])
-        return replace(self, shape=shape, offset=self.offset + i * math.prod(shape) * self.itemsize)
 
 
 def _validate(file: Path) -> None:
@@ -140,25 +138,40 @@ def _headers(file: Path) -> Iterator[Tensor]:
             yield Tensor(name, file, spec["dtype"], tuple(spec["shape"]), 8 + size + spec["data_offsets"][0])
 
 
-def read_into(view: np.ndarray, tensor: Tensor) -> None:
-    """Copy a tensor into a view whose elements are in its order, converting the dtype; float8 goes into bytes as bits.
+def read_into(view: np.ndarray, tensor: Tensor, window: Window | None = None) -> None:
+    """Copy a tensor, or a window of it, into a view whose elements are in its order, converting the dtype.
 
-    Read in pieces, not mapped: pages of a mapping count as this process's memory for as long as it lives. Raises
-    `CheckpointError` when the file has become shorter than its header said.
+    The window has the axes of the view. Where the view is of bytes, the bits are copied as they are. Nothing else is
+    read than the window, in pieces, not mapped: pages of a mapping count as this process's memory for as long as it
+    lives. Raises `CheckpointError` when the file cannot be read or has become shorter than its header said.
     """
-    width = tensor.size // max(1, len(view)) * tensor.itemsize
-    step = max(1, _PIECE_BYTES // max(1, width))
-    for start in range(0, len(view), step):
-        target = view[start : start + step]
-        try:
-            piece = np.fromfile(tensor.file, np.uint8, len(target) * width, offset=tensor.offset + start * width)
-        except OSError as error:
-            raise CheckpointError(f"{tensor.file}: cannot be read: {error.strerror}") from None
-        if len(piece) < len(target) * width:
-            raise CheckpointError(f"{tensor.file}: cut short within {tensor.name}")
-        if view.dtype != np.uint8:
-            piece = piece.view(STORED[tensor.dtype])
-        target[...] = piece.reshape(target.shape)
+    first, *rest = window or whole(view.shape)
+    step = max(1, _PIECE_BYTES * len(view) // max(1, view.size * tensor.itemsize))
+    try:
+        with tensor.file.open("rb", buffering=0) as file:
+            for start in range(0, len(view), step):
+                target = view[start : start + step]
+                part = first._replace(start=first.start + start, stop=first.start + start + len(target))
+                piece = np.empty(target.size * tensor.itemsize, np.uint8)
+                _fill(piece.data, file, tensor, (part, *rest))
+                target[...] = (piece if view.dtype == np.uint8 else piece.view(STORED[tensor.dtype])).reshape(
+                    target.shape
+                )
+    except OSError as error:
+        raise CheckpointError(f"{tensor.file}: cannot be read: {error.strerror}") from None
+
+
+def _fill(piece: memoryview, file: io.FileIO, tensor: Tensor, window: Window) -> None:
+    """Read a window, run by run."""
+    at = 0
+    for start, count in runs(window):
+        file.seek(tensor.offset + start * tensor.itemsize)
+        end = at + count * tensor.itemsize
+        while at < end:
+            found = file.readinto(piece[at:end])
+            if not found:
+                raise CheckpointError(f"{tensor.file}: cut short within {tensor.name}")
+            at += found
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,14 @@ import numpy as np
 from inkling_jax.config import InklingConfig
 from inkling_jax.nn import abstract_parameters
 from inkling_jax.quantization import Quantization
-from inkling_jax.spelling import Layout
+from pallas_kernels.fp4 import VALUES_A_WORD
 
-from .files import DTYPES, INDEX, Tensor, list_tensors
+from .files import INDEX, STORED, Tensor, list_tensors
 from .hub import resolve
 from .metadata import read_metadata
+from .names import FileLayout
+from .orbax import Saved, is_orbax, open_orbax
+from .packed import layer_of
 from .plan import Packed, Plan, Source, make_plan
 
 # The parts of the model, in the order of reading; the first pattern that matches a path decides.
@@ -58,7 +61,7 @@ class Inspection:
 
     path: str
     config: InklingConfig
-    layout: Layout | None
+    layout: FileLayout | None
     parts: dict[str, PartSize]
     dtypes: dict[str, int]
     layers: list[tuple[str, str]]
@@ -97,6 +100,8 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     directory = file.parent if alone else resolve(path)
     config = InklingConfig.from_path(file if alone else directory)
     abstract = abstract_parameters(config)
+    if not alone and is_orbax(directory):
+        return _inspect_saved(str(path), open_orbax(directory), config)
     if alone or not ((directory / INDEX).exists() or any(directory.glob("*.safetensors"))):
         sizes = {path: PartSize(spec.size, spec.size * spec.dtype.itemsize) for path, spec in abstract.items()}
         dtypes = Counter(_code(spec.dtype) for spec in abstract.values())
@@ -114,6 +119,25 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     return Inspection(*about, plan.quantization, saved, plan.unused, *_misfits(plan))
 
 
+def _inspect_saved(path: str, saved: Saved, config: InklingConfig) -> Inspection:
+    saved.compare({path: spec.shape for path, spec in abstract_parameters(config).items()})
+    sizes: dict[str, PartSize] = {}
+    for name, spec in saved.arrays.items():
+        weight, _, leaf = name.rpartition(".")
+        packed = layer_of(weight) is not None
+        parameters = VALUES_A_WORD * spec.size if packed and leaf == "codes" else 0 if packed else spec.size
+        at = weight if packed else name
+        sizes[at] = sizes.get(at, PartSize()) + PartSize(parameters, spec.size * spec.dtype.itemsize)
+    parts = _parts(sizes)
+    if saved.towers:
+        parts[TOWERS] = sum((PartSize(x.size, x.size * x.dtype.itemsize) for x in saved.towers.values()), PartSize())
+    dtypes = Counter(_code(spec.dtype) for spec in [*saved.arrays.values(), *saved.towers.values()])
+    saved_bytes = sum(2 * size.parameters - size.bytes for at, size in sizes.items() if f"{at}.codes" in saved.arrays)
+    about = (path, config, "orbax", parts, dict(dtypes), *_layers(config))
+    misfits = (saved.missing, saved.unexpected, saved.misshapen, [])
+    return Inspection(*about, saved.quantization, saved_bytes, [], *misfits)
+
+
 def _misfits(plan: Plan) -> tuple[list[str], ...]:
     return plan.missing, plan.unexpected, plan.misshapen, plan.quantised
 
@@ -124,7 +148,7 @@ def _size(source: Source | Packed, shape: tuple[int, ...]) -> PartSize:
 
 
 def _code(dtype: np.dtype) -> str:
-    return next(code for code, known in DTYPES.items() if known == dtype)
+    return next((code for code, known in (STORED | {"U32": np.dtype(np.uint32)}).items() if known == dtype), dtype.name)
 
 
 def _stored_size(tensors: tuple[Tensor, ...]) -> PartSize:

@@ -7,12 +7,16 @@ whose elements stand in file order, so that reading and writing can go piece by 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from inkling_jax.spelling import Layout
 
+from .windows import Cut, Window
+
 Shape = tuple[int, ...]
+FileLayout = Literal["original", "transformers", "orbax"]  # how a directory holds a model: safetensors, or Orbax
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +24,13 @@ class Form:
     """How one array lies in one or two tensors of a file.
 
     `shapes(shape)` gives the shapes of the tensors. `views(array)` gives for each of them a view whose elements are in
-    the tensor's order, and whose first axis splits the tensor's first axis evenly.
+    the tensor's order, and whose first axis splits the tensor's first axis evenly. `windows(window)` gives for a part
+    of the array, in which gate and up are never apart, the parts that those views are.
     """
 
     shapes: Callable[[Shape], list[Shape]]
     views: Callable[[np.ndarray], list[np.ndarray]]
+    windows: Callable[[Window], list[Window]]
 
 
 def _merged(shape: Shape) -> Shape:
@@ -32,13 +38,23 @@ def _merged(shape: Shape) -> Shape:
     return (*shape[:-3], 2 * shape[-2], shape[-1])
 
 
-PLAIN = Form(lambda shape: [shape], lambda array: [array])
-CONV = Form(lambda shape: [(shape[0], 1, shape[1])], lambda array: [array[:, None]])
-INTERLEAVED = Form(lambda shape: [_merged(shape)], lambda array: [np.swapaxes(array, -3, -2)])  # gate 0, up 0, gate 1
-HALVES = Form(lambda shape: [_merged(shape)], lambda array: [array])  # gate rows, then up rows
+ONE = Cut(0, 1, 1)
+PLAIN = Form(lambda shape: [shape], lambda array: [array], lambda window: [window])
+CONV = Form(
+    lambda shape: [(shape[0], 1, shape[1])],
+    lambda array: [array[:, None]],
+    lambda window: [(window[0], ONE, window[1])],
+)
+INTERLEAVED = Form(  # gate 0, up 0, gate 1
+    lambda shape: [_merged(shape)],
+    lambda array: [np.swapaxes(array, -3, -2)],
+    lambda window: [(*window[:-3], window[-2], window[-3], window[-1])],
+)
+HALVES = Form(lambda shape: [_merged(shape)], PLAIN.views, PLAIN.windows)  # gate rows, then up rows
 PAIR = Form(
     lambda shape: [(*shape[:-3], *shape[-2:])] * 2,
     lambda array: [array[..., 0, :, :], array[..., 1, :, :]],
+    lambda window: [(*window[:-3], *window[-2:])] * 2,
 )
 
 

@@ -6,7 +6,7 @@ do the rows of its scales.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from inkling_jax.quantization import Format
 from pallas_kernels.fp4 import BLOCK_OF, VALUES_A_WORD
 
 from .files import STORED, Outgoing, Spec, Tensor
-from .names import PLAIN, Form, Shape, Stored, Variant, stored
+from .names import ONE, PLAIN, Form, Shape, Stored, Variant, stored
 
 _EXPERTS = re.compile(r"layers\.(\d+)\.mlp\.experts\.\w+")
 _UNUSED = re.compile(r"(_weight)?[._](input_(amax|scale|global_scale)|original_shape)")
@@ -52,17 +52,18 @@ class Spelling:
             return Form(
                 lambda shape: plain.shapes((*shape[:-1], 4 * shape[-1])),
                 lambda array: plain.views(array.view(np.uint8)),  # four bytes of a word, the lowest first
+                lambda window: plain.windows((*window[:-1], window[-1].times(4))),
             )
         if leaf == "expert_scale":
             return _COLUMN if self.divides else PLAIN
-        return Form(lambda shape: [_flat(*plain.shapes(shape))], plain.views) if self.flat else plain
+        return replace(plain, shapes=lambda shape: [_flat(*plain.shapes(shape))]) if self.flat else plain
 
 
 def _flat(shape: Shape) -> Shape:
     return (shape[0] * shape[1], *shape[2:])
 
 
-_COLUMN = Form(lambda shape: [(*shape, 1)], lambda array: [array[:, None]])
+_COLUMN = Form(lambda shape: [(*shape, 1)], lambda array: [array[:, None]], lambda window: [(*window, ONE)])
 
 MODELOPT = Spelling("nvfp4", "{name}", "{name}.scale", "{name}.scale2")
 QUARK = Spelling("mxfp4", "{name}", "{name}_scale", flat=True)
@@ -74,6 +75,7 @@ SPELLINGS = (
         for prefix in ("{stem}.weight", "{name}.weight", "{stem}_weight")
     ),
 )
+LEAF_DTYPES = {"codes": np.dtype(np.uint32), "scales": np.dtype(np.uint8), "expert_scale": np.dtype(np.float32)}
 _WRITTEN: dict[Format, Spelling] = {"nvfp4": MODELOPT, "mxfp4": QUARK}
 
 

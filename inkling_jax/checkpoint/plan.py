@@ -30,10 +30,6 @@ class Source:
     tensors: tuple[Tensor, ...]
     form: Form
 
-    def part(self, i: int, n: int) -> "Source":
-        """The i-th of n equal parts along the parameter's first axis, which must be that of the tensors."""
-        return Source(tuple(tensor.part(i, n) for tensor in self.tensors), self.form)
-
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -45,10 +41,6 @@ class Packed:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(tensor for source in self.leaves.values() for tensor in source.tensors)
-
-    def part(self, i: int, n: int) -> "Packed":
-        """The i-th of n equal groups of experts."""
-        return Packed(self.spelling, {leaf: source.part(i, n) for leaf, source in self.leaves.items()})
 
 
 @dataclass(frozen=True, slots=True)

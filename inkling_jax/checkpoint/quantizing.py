@@ -12,9 +12,10 @@ from inkling_jax.config import InklingConfig
 from inkling_jax.errors import CheckpointError
 from inkling_jax.quantization import FORMATS, Format, Quantization
 
+from .converting import Original
 from .files import INDEX, Outgoing, in_shards, write_json, write_shards
 from .hub import resolve
-from .write import MAX_SHARD_BYTES, Original, free_target, quantization_json, take_place
+from .write import MAX_SHARD_BYTES, free_target, quantization_json, take_place
 
 try:
     import fcntl
@@ -82,16 +83,19 @@ def _alone_in(directory: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _choose(source: Original, format: Format) -> Quantization:
+def quantized_layers(config: InklingConfig) -> tuple[int, ...]:
     """All layers with routed experts but the first, as the published checkpoints have it."""
-    config: InklingConfig = source.config
-    routed = [i for i in range(config.num_layers) if not config.is_dense(i)]
-    if len(routed) < 2:
+    return tuple(i for i in range(config.num_layers) if not config.is_dense(i))[1:]
+
+
+def _choose(source: Original, format: Format) -> Quantization:
+    layers = quantized_layers(source.config)
+    if not layers:
         what = "the first layer with routed experts stays as it is, and there is no other"
         raise CheckpointError(f"{source.directory}: nothing to quantise: {what}")
-    quantization = Quantization(format, tuple(routed[1:]))
+    quantization = Quantization(format, layers)
     try:
-        quantization.check(config)
+        quantization.check(source.config)
     except ValueError as error:
         raise CheckpointError(f"{source.directory}: {error}") from None
     return quantization

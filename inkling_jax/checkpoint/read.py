@@ -1,23 +1,28 @@
 """Loading: tensors stream one by one, straight to their final dtype and place."""
 
 import logging
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 from inkling_jax.config import InklingConfig
 from inkling_jax.errors import CheckpointError
 from inkling_jax.quantization import Quantization, quantization_of
-from pallas_kernels.fp4 import FP4, VALUES_A_WORD, dequantize
+from pallas_kernels.fp4 import BLOCK_OF, FP4, VALUES_A_WORD, dequantize
 
 from .files import list_tensors, progress_bar, read_into
 from .metadata import read_metadata
 from .names import VARIANTS, Shape, stored
-from .packed import find_packed, layer_of, leaf_shapes
+from .orbax import Saved, in_memory, is_orbax, open_orbax, read_params
+from .packed import LEAF_DTYPES, find_packed, layer_of
 from .plan import Packed, Plan, Source, make_plan
+from .windows import Window, merged, shape_of, whole, window_of, within
 
 log = logging.getLogger("inkling_jax")
 
@@ -29,6 +34,17 @@ def find_quantization(directory: str | Path, config: InklingConfig) -> Quantizat
     else may be wrong with the tensors, `load_parameters` says.
     """
     directory = Path(directory)
+    quantization = open_orbax(directory).quantization if is_orbax(directory) else _find_packed(directory, config)
+    if quantization is None:
+        return None
+    try:
+        quantization.check(config)
+    except ValueError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
+    return quantization
+
+
+def _find_packed(directory: Path, config: InklingConfig) -> Quantization | None:
     tensors, metadata = list_tensors(directory), read_metadata(directory)
     found = {}
     for i in range(config.num_layers):
@@ -36,14 +52,7 @@ def find_quantization(directory: str | Path, config: InklingConfig) -> Quantizat
             places = [stored(path, variant) for variant in VARIANTS]
             if packed := find_packed(tensors, places, metadata.format if metadata else None):
                 found[i] = packed[0].format
-    if not found:
-        return None
-    quantization = Quantization(next(iter(found.values())), tuple(found))
-    try:
-        quantization.check(config)
-    except ValueError as error:
-        raise CheckpointError(f"{directory}: {error}") from None
-    return quantization
+    return Quantization(next(iter(found.values())), tuple(found)) if found else None
 
 
 def load_parameters(
@@ -55,27 +64,28 @@ def load_parameters(
 ) -> dict[str, jax.Array]:
     """Every parameter of `abstract` by dotted path, in its dtype and, where it says one, with its sharding.
 
-    Either layout is read, with the MTP tensors indexed or in `mtp.safetensors`. Towers are left out, which one line of
+    Every layout is read, with the MTP tensors indexed or in `mtp.safetensors`. Towers are left out, which one line of
     log says. Weights in 4 bits stay packed where `abstract` has their words and scales, and are unpacked expert by
-    expert where it has the plain weight; scales of activations are ignored, which another line says. Host memory
-    beyond the arrays themselves stays below the largest tensor plus a few pieces of 128 MiB, or an unpacked expert.
+    expert where it has the plain weight; scales of activations are ignored, which another line says. Of a parameter
+    with a sharding, a process reads the slices of its own devices and no more. Host memory beyond the arrays themselves
+    stays below what it reads of the largest parameter plus a few pieces of 128 MiB, or an unpacked expert.
 
-    Raises `CheckpointError` listing everything that is missing, unexpected, misshapen, quantised or cut short.
+    Raises `CheckpointError` listing everything that is missing, unexpected, misshapen, quantised or cut short, and
+    ValueError where a sharding does not cut a parameter evenly, or cuts a block of 4-bit weights.
     """
     directory = Path(directory)
-    plan = open_checkpoint(directory, config, abstract)
-    _check_packed(directory, plan, quantization_of(abstract))
-    if plan.towers:
-        log.warning("%s: leaving out %d tensors of the vision and audio towers", directory, len(plan.towers))
-    if plan.unused:
-        log.warning("%s: ignoring %d scales of activations: only weights are in 4 bits", directory, len(plan.unused))
-    params: dict[str, jax.Array] = {}
-    with progress_bar("loading", sum(spec.size * spec.dtype.itemsize for spec in abstract.values()), progress) as bar:
-        for path, spec in abstract.items():
-            host = _read(plan, path, spec)
-            params[path] = jax.block_until_ready(jax.device_put(host, spec.sharding))
-            bar.update(host.nbytes)
-    return params
+    _check_shardings(abstract)
+    source = _open_saved(directory, abstract) if is_orbax(directory) else open_checkpoint(directory, config, abstract)
+    _check_packed(directory, source.quantization, quantization_of(abstract))
+    if source.towers:
+        log.warning("%s: leaving out %d tensors of the vision and audio towers", directory, len(source.towers))
+    if isinstance(source, Saved):
+        with progress_bar("loading", sum(map(in_memory, abstract.values())), progress) as bar:
+            return dict(read_params(source, abstract, bar))
+    if source.unused:
+        log.warning("%s: ignoring %d scales of activations: only weights are in 4 bits", directory, len(source.unused))
+    with progress_bar("loading", sum(map(_bytes_here, abstract.values())), progress) as bar:
+        return {path: _load(source, path, spec, bar) for path, spec in abstract.items()}
 
 
 def open_checkpoint(directory: Path, config: InklingConfig, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Plan:
@@ -83,6 +93,13 @@ def open_checkpoint(directory: Path, config: InklingConfig, abstract: Mapping[st
     plan = make_plan(list_tensors(directory), unpacked_shapes(abstract), config, read_metadata(directory))
     plan.check(directory)
     return plan
+
+
+def _open_saved(directory: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Saved:
+    saved = open_orbax(directory)
+    saved.compare(unpacked_shapes(abstract))
+    saved.check()
+    return saved
 
 
 def unpacked_shapes(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Shape]:
@@ -97,42 +114,92 @@ def unpacked_shapes(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, S
     return shapes
 
 
-def _check_packed(directory: Path, plan: Plan, wanted: Quantization | None) -> None:
-    found = plan.quantization
+def _check_packed(directory: Path, found: Quantization | None, wanted: Quantization | None) -> None:
     if wanted is not None and (
         found is None or wanted.format != found.format or not set(wanted.layers) <= set(found.layers)
     ):
         raise CheckpointError(f"{directory}: {wanted} is asked for, and {found or 'no quantisation'} is there")
 
 
-def _read(plan: Plan, path: str, spec: jax.ShapeDtypeStruct) -> np.ndarray:
-    """A parameter in host memory, or one of the arrays of a weight in 4 bits."""
+def _check_shardings(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises ValueError for axes that do not divide, and for devices that would hold a part of a block of 4 bits."""
+    wrong = []
+    for path, spec in abstract.items():
+        try:
+            _ = spec.sharding and spec.sharding.shard_shape(spec.shape)
+        except ValueError:
+            wrong.append(f"{path}: {list(spec.shape)} cannot be cut evenly as {spec.sharding}")
+    if wrong:
+        raise ValueError("these parameters do not fit the mesh:\n  " + "\n  ".join(wrong))
+    for path, spec in abstract.items():
+        scales = abstract.get(path.removesuffix("codes") + "scales") if path.endswith(".codes") else None
+        if scales is not None and spec.sharding is not None and scales.sharding is not None:
+            block = spec.shape[-1] * VALUES_A_WORD // scales.shape[-1]
+            words, blocks = (x.sharding.shard_shape(x.shape)[-1] for x in (spec, scales))
+            if words * VALUES_A_WORD != blocks * block:
+                raise ValueError(f"{path}: {words * VALUES_A_WORD} inputs a device are not whole blocks of {block}")
+
+
+def _load(plan: Plan, path: str, spec: jax.ShapeDtypeStruct, bar: tqdm) -> jax.Array:
+    """A parameter, or one of the arrays of a weight in 4 bits, where it belongs.
+
+    With a sharding, this process reads what its own devices hold, and once what several of them hold.
+    """
+    if spec.sharding is None:
+        array = jax.device_put(_read(plan, path, whole(spec.shape), spec.dtype))
+        bar.update(array.nbytes)
+        return jax.block_until_ready(array)
+    devices: dict[Window, list[Any]] = {}
+    for device, index in spec.sharding.addressable_devices_indices_map(spec.shape).items():
+        devices.setdefault(window_of(index or (), spec.shape), []).append(device)
+    shards: list[jax.Array] = []
+    for box, windows in merged(devices):
+        host = _read(plan, path, box, spec.dtype)
+        for window in windows:
+            shards += [jax.device_put(host[within(window, box)], device) for device in devices[window]]
+        jax.block_until_ready(shards)
+        bar.update(host.nbytes)
+    return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, shards, dtype=spec.dtype)
+
+
+def _bytes_here(spec: jax.ShapeDtypeStruct) -> int:
+    """What this process reads of a parameter, in the bytes that it has in memory."""
+    size = spec.size
+    if spec.sharding is not None:
+        indices = spec.sharding.addressable_devices_indices_map(spec.shape).values()
+        windows = {window_of(index or (), spec.shape) for index in indices}
+        size = sum(math.prod(shape_of(window)) for window in windows)
+    return size * spec.dtype.itemsize
+
+
+def _read(plan: Plan, path: str, window: Window, dtype: np.dtype) -> np.ndarray:
+    """A window of a parameter in host memory, or of one of the arrays of a weight in 4 bits."""
     source = plan.sources.get(path)
     if isinstance(source, Source):
-        return read_parameter(source, spec.shape, spec.dtype)
+        return read_parameter(source, window, dtype)
     if source is not None:
-        return _read_unpacked(source, spec.shape, spec.dtype)
+        return _read_unpacked(source, window, dtype)
     weight, _, leaf = path.rpartition(".")
-    packed = plan.packed[weight]
-    return read_leaf(packed, leaf, spec.shape, spec.dtype)
+    return read_leaf(plan.packed[weight], leaf, window, dtype)
 
 
-def read_parameter(source: Source, shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """One parameter in host memory. Rows of the unembedding that the file leaves out are zero."""
-    host = np.empty(shape, dtype)
-    for tensor, view in zip(source.tensors, source.form.views(host), strict=True):
-        rows = min(len(view), tensor.shape[0])
-        view[rows:] = 0
-        read_into(view[:rows], tensor)
+def read_parameter(source: Source, window: Window, dtype: np.dtype) -> np.ndarray:
+    """A window of one parameter in host memory. Rows of the unembedding that the file leaves out are zero."""
+    host = np.empty(shape_of(window), dtype)
+    views, windows = source.form.views(host), source.form.windows(window)
+    for tensor, view, (first, *rest) in zip(source.tensors, views, windows, strict=True):
+        stop = max(first.start, min(first.stop, tensor.shape[0]))
+        view[stop - first.start :] = 0
+        read_into(view[: stop - first.start], tensor, (first._replace(stop=stop), *rest))
     return host
 
 
-def read_leaf(packed: Packed, leaf: str, shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """The words, the scales or the experts' scales of a weight in 4 bits, in host memory.
+def read_leaf(packed: Packed, leaf: str, window: Window, dtype: np.dtype) -> np.ndarray:
+    """A window of the words, the scales or the experts' scales of a weight in 4 bits, in host memory.
 
     Raises `CheckpointError` for an expert's scale that is no finite number.
     """
-    host = read_parameter(packed.leaves[leaf], shape, dtype)
+    host = read_parameter(packed.leaves[leaf], window, dtype)
     if leaf == "expert_scale":
         if packed.spelling.divides:
             with np.errstate(divide="ignore"):
@@ -143,15 +210,22 @@ def read_leaf(packed: Packed, leaf: str, shape: Shape, dtype: np.dtype) -> np.nd
     return host
 
 
-def _read_unpacked(packed: Packed, shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """A weight in 4 bits, unpacked in host memory expert by expert."""
-    host = np.empty(shape, dtype)
-    shapes = leaf_shapes((1, *shape[1:]), packed.spelling.format)
-    dtypes = {"codes": np.uint32, "scales": np.uint8, "expert_scale": np.float32}
-    for e in range(len(host)):
-        one = packed.part(e, len(host))
-        arrays = {leaf: read_leaf(one, leaf, shapes[leaf], np.dtype(dtypes[leaf])) for leaf in shapes}
-        host[e] = np.asarray(_unpack(packed.spelling.format, dtype, **arrays))[0]
+def _read_unpacked(packed: Packed, window: Window, dtype: np.dtype) -> np.ndarray:
+    """A window of a weight in 4 bits, unpacked in host memory expert by expert."""
+    host = np.empty(shape_of(window), dtype)
+    block = BLOCK_OF[packed.spelling.format]
+    experts, *rows, inputs = window
+    blocks = inputs.over(block)  # whole ones, perhaps with a few inputs too many
+    inside = inputs.within(blocks.times(block))
+    for i in range(len(host)):
+        expert = experts._replace(start=experts.start + i, stop=experts.start + i + 1)
+        windows: dict[str, Window] = {
+            "codes": (expert, *rows, blocks.times(block // VALUES_A_WORD)),
+            "scales": (expert, *rows, blocks),
+            "expert_scale": (expert,),
+        }
+        arrays = {leaf: read_leaf(packed, leaf, windows[leaf], LEAF_DTYPES[leaf]) for leaf in packed.leaves}
+        host[i] = np.asarray(_unpack(packed.spelling.format, dtype, **arrays))[0, ..., inside]
     return host
 
 

@@ -1,11 +1,12 @@
-"""Saving and converting: sharded safetensors with an index, complete or not there at all."""
+"""Saving and converting: sharded safetensors with an index, or Orbax; complete or not there at all."""
 
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,20 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inkling_jax.config import InklingConfig, read_json
+from inkling_jax.config import InklingConfig
 from inkling_jax.errors import CheckpointError
 from inkling_jax.nn import abstract_parameters
-from inkling_jax.quantization import Format, Quantization, quantization_of
+from inkling_jax.quantization import Quantization, quantization_of
 from inkling_jax.spelling import Layout
-from pallas_kernels.fp4 import VALUES_A_WORD, quantize
+from pallas_kernels.fp4 import VALUES_A_WORD
 
 from . import packed
-from .files import DTYPES, INDEX, Outgoing, Spec, Tensor, in_shards, read_into, write_json, write_shards
+from .files import DTYPES, INDEX, Outgoing, Spec, in_shards, write_json, write_shards
 from .metadata import write_metadata
-from .names import Shape, Variant, stored, tower_name
+from .names import FileLayout, Shape, Variant, stored
+from .orbax import start_writing, together, write_list
 from .packed import layer_of
-from .plan import Plan, Source
-from .read import open_checkpoint, read_parameter
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -37,9 +37,7 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-_SMALL_FILES = (".json", ".jinja", ".md", ".txt")
-_SMALL_BYTES = 64 << 20
-_REWRITTEN = ("config.json", INDEX)
+_shared_saves = count()
 
 
 def save_checkpoint(
@@ -47,7 +45,7 @@ def save_checkpoint(
     config: InklingConfig,
     params: Mapping[str, jax.Array],
     *,
-    layout: Layout,
+    layout: FileLayout,
     tokenizer_dir: str | Path | None = None,
     progress: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -55,88 +53,69 @@ def save_checkpoint(
     """Write parameters, config and tokenizer files to a new directory, which appears only when complete.
 
     `params` are arrays by dotted path, bfloat16, float16 or float32, written in the dtype they have. The transformers
-    layout is that of a text-only model. Weights in 4 bits stay so; there is a layout for them in the original one only.
+    layout is that of a text-only model. Weights in 4 bits stay so, in the original layout and in Orbax's. Arrays that
+    lie on devices of several processes can be saved in Orbax's only, by all of these processes together.
 
     Raises `CheckpointError` when the directory exists and is not empty, or the parameters are not those of `config`.
     """
-    _check_layout(layout)
+    check_layout(layout)
+    if layout == "orbax":
+        return _orbax_save(Path(directory), config, params, tokenizer_dir)()
     quantization = quantization_of(params)
     if quantization is not None and layout != "original":
-        raise CheckpointError(f"layout = {layout!r}: weights in 4 bits can be saved in the original layout only")
+        raise CheckpointError(f"layout = {layout!r}: weights in 4 bits can be saved as original or orbax only")
     _check_params(config, params, quantization)
+    if not all(array.is_fully_addressable for array in params.values()):
+        raise CheckpointError(f"layout = {layout!r}: parameters on several processes can be saved as orbax only")
     variant = Variant(layout, text_only=True)
-    tensors = [tensor for path in params for tensor in _saved(path, variant, params, quantization)]
-    with _new_directory(Path(directory)) as new:
+    get = lambda path: _on_host(params[path])  # noqa: E731
+    tensors = [tensor for path in params for tensor in saved_tensors(path, variant, params, get, quantization)]
+    with new_directory(Path(directory)) as new:
         index = write_shards(new, in_shards(tensors, max_shard_bytes), progress)
-        text = _config_json(config, layout, params["embed.weight"].dtype)
+        text = config_json(config, layout, params["embed.weight"].dtype)
         write_json(new / "config.json", text | quantization_json(quantization, tensors))
         if tokenizer_dir is not None:
-            _copy(Path(tokenizer_dir), new, _TOKENIZER_FILES)
+            copy_files(Path(tokenizer_dir), new, _TOKENIZER_FILES)
         write_json(new / INDEX, index)
 
 
-def convert(src: str | Path, dst: str | Path, layout: Layout, *, progress: bool = True) -> None:
-    """Rewrite a checkpoint in another layout, towers included, tensor by tensor and byte for byte.
+def save_in_background(
+    directory: str | Path,
+    config: InklingConfig,
+    params: Mapping[str, jax.Array],
+    *,
+    tokenizer_dir: str | Path | None = None,
+) -> Future[None]:
+    """Save in Orbax's layout while the program goes on; `result()` of what is returned waits, and raises what failed.
 
-    Small files (tokenizer, templates, notes) are copied. Holds one parameter, of routed experts one expert, in
-    memory at a time. Raises `CheckpointError` as loading and saving do; the destination appears only when complete.
+    The arrays must not be donated before. Raises as `save_checkpoint` does, before anything is written.
     """
-    _check_layout(layout)
-    source = Original.open(Path(src))
-    tensors = source.outgoing(layout)
-    with _new_directory(Path(dst)) as new:
-        index = write_shards(new, in_shards(tensors, MAX_SHARD_BYTES), progress)
-        source.write_rest(new, layout)
-        write_json(new / INDEX, index)
+    executor = ThreadPoolExecutor(1, "save")
+    future = executor.submit(_orbax_save(Path(directory), config, params, tokenizer_dir))
+    executor.shutdown(wait=False)
+    return future
 
 
-@dataclass(frozen=True, slots=True)
-class Original:
-    """A checkpoint to be written again in another form: its config, as it stands and read, and where everything is."""
+def _orbax_save(
+    directory: Path, config: InklingConfig, params: Mapping[str, jax.Array], tokenizer_dir: str | Path | None
+) -> Callable[[], None]:
+    """Checks and begins; what is returned waits for the end."""
+    _check_params(config, params, quantization_of(params))
+    with ExitStack() as opened:
+        new = opened.enter_context(new_directory(directory, shared=True))
+        written = start_writing(new, params)
+        unfinished = opened.pop_all()
 
-    directory: Path
-    raw: dict[str, Any]
-    config: InklingConfig
-    shapes: dict[str, Shape]
-    plan: Plan
+    def finish() -> None:
+        with unfinished:
+            written()
+            if jax.process_index() == 0:
+                write_json(new / "config.json", config_json(config, "original", params["embed.weight"].dtype))
+                if tokenizer_dir is not None:
+                    copy_files(Path(tokenizer_dir), new, _TOKENIZER_FILES)
+                write_list(new)
 
-    @classmethod
-    def open(cls, directory: Path) -> "Original":
-        """Raises `CheckpointError` as loading does, and for weights in 4 bits."""
-        raw = read_json(directory / "config.json")
-        config = InklingConfig.from_dict(raw, str(directory / "config.json"))
-        abstract = abstract_parameters(config)
-        plan = open_checkpoint(directory, config, abstract)
-        for weight in plan.packed.values():
-            what = "is in 4 bits already: only bf16, f16 and f32 are converted or quantised"
-            raise CheckpointError(f"{directory}: {weight.tensors[0].name} {what}")
-        return cls(directory, raw, config, {path: spec.shape for path, spec in abstract.items()}, plan)
-
-    def outgoing(self, layout: Layout, quantization: Quantization | None = None) -> list[Outgoing]:
-        """Every tensor in a layout, towers included, the routed experts of some layers perhaps in 4 bits."""
-        variant = Variant(layout, text_only=not self.plan.towers)
-        tensors: list[Outgoing] = []
-        for path, source in self.plan.sources.items():
-            assert isinstance(source, Source)  # `open` refuses packed weights
-            # Perhaps without padding.
-            shape = source.tensors[0].shape if path == "unembed.weight" else self.shapes[path]
-            dtype = np.result_type(*(DTYPES[tensor.dtype] for tensor in source.tensors))
-            layer = layer_of(path)
-            read = _reader(source, shape, dtype, parts=1 if layer is None else shape[0])
-            if quantization is not None and layer in quantization.layers:
-                format = quantization.format
-                tensors.append(packed.outgoing(path, shape, format, _quantiser(source, read, format)))
-            else:
-                tensors += _outgoing(path, variant, shape, dtype, read)
-        return tensors + [_tower(tensor, layout) for tensor in self.plan.towers]
-
-    def write_rest(self, new: Path, layout: Layout, extra: Mapping[str, Any] | None = None) -> None:
-        """Write the config, with `extra` keys, and the small files; all but the weights and their index."""
-        dtype = DTYPES[self.plan.sources["embed.weight"].tensors[0].dtype]
-        text = _config_json(self.config, layout, dtype)
-        text = _multimodal(text, self.raw, layout) if self.plan.towers else text
-        write_json(new / "config.json", text | dict(extra or {}))
-        _copy(self.directory, new, _small_files(self.directory))
+    return finish
 
 
 def quantization_json(quantization: Quantization | None, tensors: Sequence[Outgoing]) -> dict[str, Any]:
@@ -148,9 +127,9 @@ def quantization_json(quantization: Quantization | None, tensors: Sequence[Outgo
     return {"quantization_config": write_metadata(quantization.format, excluded)}
 
 
-def _check_layout(layout: str) -> None:
-    if layout not in get_args(Layout):
-        raise CheckpointError(f"layout = {layout!r}: expected {' or '.join(get_args(Layout))}")
+def check_layout(layout: str) -> None:
+    if layout not in get_args(FileLayout):
+        raise CheckpointError(f"layout = {layout!r}: expected {' or '.join(get_args(FileLayout))}")
 
 
 def _check_params(config: InklingConfig, params: Mapping[str, jax.Array], quantization: Quantization | None) -> None:
@@ -170,17 +149,39 @@ def _check_params(config: InklingConfig, params: Mapping[str, jax.Array], quanti
 
 
 @contextmanager
-def _new_directory(target: Path) -> Iterator[Path]:
-    """A directory beside `target` that takes its place when the block ends well, and vanishes when it does not."""
+def new_directory(target: Path, shared: bool = False) -> Iterator[Path]:
+    """A directory beside `target` that takes its place when the block ends well, and vanishes when it does not.
+
+    A `shared` one is the work of all processes together; the first makes and moves it.
+    """
     target = free_target(target)
-    new = target.parent / f".{target.name}-unfinished-{secrets.token_hex(4)}"
+    shared = shared and jax.process_count() > 1
+    number = f"shared-{next(_shared_saves)}" if shared else secrets.token_hex(4)
+    new = target.parent / f".{target.name}-unfinished-{number}"
+    first = not shared or jax.process_index() == 0
     try:
-        new.mkdir()
+        if first:
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir()
+        _together("begin", new, shared)
+        if not new.is_dir():
+            raise CheckpointError(
+                f"{new.parent}: process {jax.process_index()} does not see what the first writes there"
+            )
         yield new
-        take_place(new, target)
+        _together("end", new, shared)
+        if first:
+            take_place(new, target)
+        _together("moved", new, shared)
     except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
+        if first:
+            shutil.rmtree(new, ignore_errors=True)
         raise
+
+
+def _together(what: str, new: Path, shared: bool) -> None:
+    if shared:
+        together(what, new.name)
 
 
 def free_target(target: Path) -> Path:
@@ -199,7 +200,7 @@ def take_place(new: Path, target: Path) -> None:
     new.rename(target)
 
 
-def _outgoing(
+def outgoing_tensors(
     path: str, variant: Variant, shape: Shape, dtype: np.dtype, load: Callable[[], Iterable[np.ndarray]]
 ) -> Iterator[Outgoing]:
     """The tensors of a variant that hold one parameter, whose array `load` gives, in parts along its first axis."""
@@ -209,14 +210,18 @@ def _outgoing(
         yield Outgoing((spec,), lambda i=i: ((place.form.views(array)[i],) for array in load()))
 
 
-def _saved(
-    path: str, variant: Variant, params: Mapping[str, jax.Array], quantization: Quantization | None
+def saved_tensors(
+    path: str,
+    variant: Variant,
+    params: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+    get: Callable[[str], np.ndarray],
+    quantization: Quantization | None,
 ) -> Iterator[Outgoing]:
     """The tensors of a parameter; those of a weight in 4 bits at the path of its words, and none at its others."""
     weight, _, leaf = path.rpartition(".")
     array = params[path]
     if layer_of(weight) is None:
-        yield from _outgoing(path, variant, array.shape, array.dtype, lambda: [_on_host(array)])
+        yield from outgoing_tensors(path, variant, array.shape, array.dtype, lambda: [get(path)])
     elif leaf == "codes" and quantization is not None:
         shape = (*array.shape[:-1], array.shape[-1] * VALUES_A_WORD)
         leaves = packed.leaf_shapes(shape, quantization.format)
@@ -224,74 +229,22 @@ def _saved(
             weight,
             shape,
             quantization.format,
-            lambda: iter([{leaf: _on_host(params[f"{weight}.{leaf}"]) for leaf in leaves}]),
+            lambda: iter([{leaf: get(f"{weight}.{leaf}") for leaf in leaves}]),
         )
 
 
 def _on_host(array: jax.Array) -> np.ndarray:
     # An array keeps the host copy it was asked for; off the CPU a temporary one is asked instead.
-    on_cpu = all(device.platform == "cpu" for device in array.devices())
+    [*devices] = array.devices()
+    on_cpu = len(devices) == 1 and devices[0].platform == "cpu"
     return np.asarray(array if on_cpu else jnp.copy(array))
 
 
-def _reader(source: Source, shape: Shape, dtype: np.dtype, parts: int) -> Callable[[], Iterator[np.ndarray]]:
-    """Reads a parameter in equal parts along its first axis, one at a time."""
-
-    def load() -> Iterator[np.ndarray]:
-        for i in range(parts):
-            yield read_parameter(source.part(i, parts), (shape[0] // parts, *shape[1:]), dtype)
-
-    return load
-
-
-def _quantiser(
-    source: Source, read: Callable[[], Iterator[np.ndarray]], format: Format
-) -> Callable[[], Iterator[dict[str, np.ndarray]]]:
-    """Reads a weight expert by expert and gives each in 4 bits."""
-
-    def load() -> Iterator[dict[str, np.ndarray]]:
-        for e, expert in enumerate(read()):
-            if not np.isfinite(expert).all():
-                tensor = source.tensors[0]
-                raise CheckpointError(f"{tensor.file}: {tensor.name}: expert {e} has weights that are not finite")
-            quantised = quantize(jnp.asarray(expert), format)
-            yield {leaf: np.asarray(getattr(quantised, leaf)) for leaf in packed.leaf_shapes(expert.shape, format)}
-
-    return load
-
-
-def _tower(tensor: Tensor, layout: Layout) -> Outgoing:
-    name = tower_name(tensor.name, layout)
-    if name is None or tensor.dtype not in DTYPES:
-        raise CheckpointError(f"{tensor.file}: no other layout is known for {tensor.name} ({tensor.dtype})")
-
-    def load() -> Iterator[tuple[np.ndarray, ...]]:
-        array = np.empty(tensor.shape, DTYPES[tensor.dtype])
-        read_into(array, tensor)
-        yield (array,)
-
-    return Outgoing((Spec(name, DTYPES[tensor.dtype], tensor.shape),), load)
-
-
-def _config_json(config: InklingConfig, layout: Layout, dtype: np.dtype) -> dict[str, Any]:
+def config_json(config: InklingConfig, layout: Layout, dtype: np.dtype) -> dict[str, Any]:
     return config.to_dict(layout) | {"torch_dtype" if layout == "original" else "dtype": dtype.name}
 
 
-def _multimodal(text: dict[str, Any], raw: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """A config with what `raw` says about the towers, carried over as it stands."""
-    towers = {key: value for key, value in raw.items() if key.startswith(("audio_", "vision_", "image_"))}
-    if layout == "original":
-        return text | towers
-    top = {"architectures": ["InklingForConditionalGeneration"], "model_type": "inkling_mm_model"}
-    return top | {key: text[key] for key in ("dtype", "eos_token_id")} | {"text_config": text} | towers
-
-
-def _copy(src: Path, dst: Path, names: Iterable[str]) -> None:
+def copy_files(src: Path, dst: Path, names: Iterable[str]) -> None:
     for name in names:
         if (src / name).is_file():
             shutil.copyfile(src / name, dst / name)
-
-
-def _small_files(directory: Path) -> list[str]:
-    files = [file for file in directory.iterdir() if file.suffix in _SMALL_FILES or file.name.startswith("LICENSE")]
-    return [file.name for file in files if file.name not in _REWRITTEN and file.stat().st_size <= _SMALL_BYTES]

@@ -4,6 +4,8 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 
+from inkling_jax.sharding import parse_mesh
+
 
 def whole(least: int) -> Callable[[str], int]:
     """An integer of at least `least`."""
@@ -63,6 +65,14 @@ def token_ids(text: str) -> list[int]:
     if min(ids) < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids like 1,2,3")
     return ids
+
+
+def mesh(text: str) -> dict[str, int]:
+    """Sizes of a mesh of devices by axis."""
+    try:
+        return parse_mesh(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _number(text: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from inkling_jax.model import QUANTIZATIONS, Inkling, Statistics, load
 
-from .arguments import probability, temperature, token_ids, whole
+from .arguments import mesh, probability, temperature, token_ids, whole
 
 HELP = "continue a prompt"
 EXAMPLES = """\
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="keep",
         help="of experts in 4 bits: keep (default) them so, or none: turn them into --dtype when loading",
     )
+    parser.add_argument("--mesh", metavar="SIZES", type=mesh, help="spread over devices: tensor=2,expert=4")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue (default: standard input)")
     prompt.add_argument("--file", metavar="PATH", help="read the prompt from a file; - is standard input")
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     prompt = _prompt(arguments)
-    options = dict(implementation=arguments.implementation, quantization=arguments.quantization)
+    options = dict(implementation=arguments.implementation, quantization=arguments.quantization, mesh=arguments.mesh)
     model = load(arguments.model, dtype=arguments.dtype, **options)
     names = ("max_new_tokens", "draft_tokens", "temperature", "top_k", "top_p", "seed", "stop")
     settings = {name: getattr(arguments, name) for name in names}

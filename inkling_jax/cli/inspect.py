@@ -1,20 +1,22 @@
-"""Show what is in a checkpoint without reading its weights, and the memory that running it takes."""
+"""Show what is in a checkpoint without reading its weights, and what running it takes, of one device or of many."""
 
 import argparse
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import resources
 from itertools import groupby
 from pathlib import Path
 
 from inkling_jax.cache import cache_bytes
-from inkling_jax.checkpoint import Inspection, inspect
+from inkling_jax.checkpoint import Inspection, inspect, quantized_layers
 from inkling_jax.config import PRESETS, InklingConfig
 from inkling_jax.nn import abstract_parameters
-from inkling_jax.quantization import Quantization
+from inkling_jax.planning import GPUS, DevicePlan, plan
+from inkling_jax.quantization import FORMATS, Quantization
 
-from .arguments import whole
+from .arguments import mesh, whole
 from .units import in_bytes
 
 HELP = "what is in a checkpoint, and the memory it needs"
@@ -25,7 +27,9 @@ examples:
   inkling-jax inspect ./config.json          no weights needed
   inkling-jax inspect inkling                a published size: {", ".join(PRESETS)}
   inkling-jax inspect nano --json
+  inkling-jax inspect inkling --mesh tensor=2,expert=8 --quantization nvfp4 --batch 8
 
+With --mesh: what each device holds and reads, and which GPUs that fits; the devices need not be here.
 The exit code is 1 when tensors are missing, unexpected, of another shape, or quantised in a way that cannot be read.
 """
 
@@ -44,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", metavar="N", type=whole(1), help="tokens of each (default: up to 8192)")
     parser.add_argument("--draft-tokens", metavar="N", type=whole(0), help="drafts a round (default: the depths)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
+    parser.add_argument("--mesh", metavar="SIZES", type=mesh, help="plan for so many devices: tensor=2,expert=4")
+    parser.add_argument(
+        "--quantization", choices=(*FORMATS, "none"), help="plan for experts in 4 bits, or none (default: as they are)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -53,15 +61,24 @@ def run(arguments: argparse.Namespace) -> int:
     context = _at_most("--context", arguments.context, config.max_context, default=8192)
     drafts = _at_most("--draft-tokens", arguments.draft_tokens, config.mtp_depths, default=config.mtp_depths)
     packed = found.quantization if found.fits else None  # such as it is, it may not even have whole blocks
-    memory = _memory(config, packed, arguments.batch, context, drafts, arguments.dtype)
+    quantization = _wanted(config, packed, arguments.quantization)
+    memory = _memory(config, quantization, arguments.batch, context, drafts, arguments.dtype)
+    plans = []
+    if arguments.mesh is not None:
+        settings = (config, arguments.mesh, quantization, arguments.batch, context)
+        plans = [plan(*settings, n, arguments.dtype) for n in sorted({0, drafts})]
     if arguments.json:
         asked = {"batch": arguments.batch, "context": context, "draft_tokens": drafts, "dtype": arguments.dtype}
-        print(json.dumps(found.to_dict() | {"memory": asked | {"bytes": memory}}, allow_nan=False))
+        extra = {"plans": [one.to_dict() for one in plans]} if plans else {}
+        print(json.dumps(found.to_dict() | {"memory": asked | {"bytes": memory}} | extra, allow_nan=False))
     else:
         print("\n\n".join(_report(found)))
+        experts = f", experts in {quantization.format}" if quantization else ""
         sequences = "1 sequence" if arguments.batch == 1 else f"{arguments.batch} sequences"
-        title = f"memory for {sequences} of {context:,} tokens, {drafts} drafts, {arguments.dtype}"
+        title = f"memory for {sequences} of {context:,} tokens, {drafts} drafts, {arguments.dtype}{experts}"
         print(f"\n{title}\n{_table([(name, in_bytes(size)) for name, size in memory.items()])}")
+        if plans:
+            print("\n" + "\n\n".join(_planned(plans)))
     return int(not found.fits)
 
 
@@ -70,6 +87,48 @@ def _inspect(model: str) -> Inspection:
         with resources.as_file(resources.files("inkling_jax") / "configs" / f"{model}.json") as file:
             return replace(inspect(file), path=model)
     return inspect(model)
+
+
+def _wanted(config: InklingConfig, found: Quantization | None, asked: str | None) -> Quantization | None:
+    """The quantisation to plan for: what is there, none, or what `quantize` would make."""
+    if asked is None or (found is not None and asked == found.format):
+        return found
+    if asked == "none":
+        return None
+    quantization = Quantization("nvfp4" if asked == "nvfp4" else "mxfp4", quantized_layers(config))
+    quantization.check(config)
+    return quantization
+
+
+def _planned(plans: list[DevicePlan]) -> list[str]:
+    """The paragraphs about a device of a mesh, a column for each number of drafts."""
+    first = plans[0]
+    sizes = ", ".join(f"{axis}={size}" for axis, size in first.mesh.items() if size > 1) or "1 device"
+    sequences = "1 sequence" if first.sequences == 1 else f"{first.sequences} sequences"
+    head = ("", *(f"{one.draft_tokens} drafts" for one in plans))
+
+    def rows(of: dict[str, Callable[[DevicePlan], float]]) -> str:
+        return _table([head, *((name, *(in_bytes(size(one)) for one in plans)) for name, size in of.items())])
+
+    memory = {"weights": lambda p: p.weights, "cache": lambda p: p.cache["total"], "total": lambda p: p.memory}
+    read: dict[str, Callable[[DevicePlan], float]] = {
+        "attention, dense": lambda p: p.traffic.dense,
+        f"experts ({', '.join(f'{one.hit:.3g}' for one in plans)} a layer)": lambda p: p.traffic.experts,
+        "LM head": lambda p: p.traffic.head,
+        "MTP depths": lambda p: p.traffic.depths,
+        "keys and values": lambda p: p.traffic.kv,
+        "total": lambda p: p.traffic.total,
+        "total for each sequence": lambda p: p.traffic.total / p.sequences,
+    }
+    gpus = [("", "memory", *(f"{one.draft_tokens} drafts: fits, least ms a round" for one in plans))]
+    for name, gpu in GPUS.items():
+        verdicts = (f"{'yes' if one.fits(gpu) else 'no'}, {1e3 * one.seconds(gpu):.3g}" for one in plans)
+        gpus.append((name, in_bytes(gpu.memory), *verdicts))
+    return [
+        f"each of {math.prod(first.mesh.values())} devices ({sizes}) holds\n{rows(memory)}",
+        f"and reads in a round, with {sequences} of {first.context:,} tokens\n{rows(read)}",
+        f"GPUs (a tenth of the memory is left free)\n{_table(gpus)}",
+    ]
 
 
 def _at_most(option: str, value: int | None, most: int, default: int) -> int:

@@ -6,22 +6,28 @@ model.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
 from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels import Implementation, resolve
 
-from ..cache import PAGE_SIZE, Cache, CacheShape, Ring, allocate_pages, make_cache
+from ..cache import PAGE_SIZE, Cache, CacheShape, Ring, allocate_pages, make_cache, specs
 from ..config import InklingConfig
 from ..nn import InklingModel
 from ..quantization import quantization_of
+from ..sharding import TABLE, mesh_of, parts_of, shardings, spec_of
 from .loop import decode, prefill, teacher_forced
 from .request import Request
 from .state import FULL, RUNNING, DecodeState, Settings
@@ -55,27 +61,48 @@ class Engine:
         params: Mapping[str, Array | jax.ShapeDtypeStruct],
         dtype: DTypeLike,
         implementation: Implementation | None = None,
+        mesh: Mesh | None = None,
     ):
-        self.config, self.dtype = config, jnp.dtype(dtype)
+        """`mesh`, with the axes of `inkling_jax.sharding`, is where the parameters go; None leaves them where they are.
+
+        Raises ValueError where the model does not divide over it.
+        """
+        mesh = mesh_of(params) if mesh is None else mesh
+        self.config, self.dtype, self.mesh = config, jnp.dtype(dtype), mesh
         self.implementation: Implementation = choose_implementation(config, implementation)
         packed = quantization_of(params)
         abstract = nnx.eval_shape(lambda: InklingModel(config, dtype=self.dtype, quantization=packed, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(abstract)
         paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
         self.leaves = [params[path] for path in paths]
+        if mesh is not None:
+            where = shardings(config, mesh, packed)
+            self.leaves = [_placed(params[path], where[path]) for path in paths]
         tree = jax.tree.structure(state)
 
         def model(leaves: list[Array]) -> InklingModel:
             return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
+        def on_shards(step: Callable[..., Any], leaves: list[Array], *arrays: Any, logits: bool = False) -> Any:
+            """A step on each device. It returns a state split as the first array, behind `logits` if it makes them."""
+            run = lambda leaves, *arrays: step(model(leaves), *arrays)  # noqa: E731
+            if mesh is None or mesh.size == 1:
+                return run(leaves, *arrays)
+            weights, given = [where[path].spec for path in paths], tuple(map(specs, arrays))
+            returned = (spec_of(("batch",)), given[0]) if logits else given[0]
+            return jax.shard_map(run, mesh=mesh, in_specs=(weights, *given), out_specs=returned, check_vma=False)(
+                leaves, *arrays
+            )
+
         def run_prefill(leaves, state, start, chunk, drafts):
-            return prefill(model(leaves), state, start, chunk, drafts)
+            return on_shards(partial(prefill, chunk=chunk, drafts=drafts), leaves, state, start)
 
         def run_decode(leaves, state, settings, rounds, drafts):
-            return decode(model(leaves), state, settings, rounds, drafts)
+            return on_shards(partial(decode, drafts=drafts), leaves, state, settings, rounds)
 
         def run_teacher_forced(leaves, cache, tokens, length, start, chunk, depth):
-            return teacher_forced(model(leaves), cache, tokens, length, start, chunk, depth)
+            step = partial(teacher_forced, chunk=chunk, depth=depth)
+            return on_shards(step, leaves, cache, tokens, length, start, logits=True)
 
         self.model = model
         self.prefill = jax.jit(run_prefill, donate_argnums=1, static_argnames=("chunk", "drafts"))
@@ -84,7 +111,7 @@ class Engine:
 
     def start(self, requests: list[Request], drafts: int) -> tuple[DecodeState, Settings]:
         """The state and settings of a batch, padded to a bucket with sequences that are already full."""
-        batch = 1 << (len(requests) - 1).bit_length()
+        batch = self.groups * (1 << (-(-len(requests) // self.groups) - 1).bit_length())
         prompt = np.ones(batch, np.int32)
         limit = np.ones(batch, np.int32)
         for b, request in enumerate(requests):
@@ -99,36 +126,54 @@ class Engine:
         self.check_memory(shape)
         state = DecodeState(
             cache=self.cache(shape, needed),
-            tokens=jnp.asarray(tokens),
-            drafted=jnp.zeros(tokens.shape, jnp.int8),
-            rejected=jnp.full(tokens.shape, -1, jnp.int32),
-            length=jnp.asarray(prompt),
-            limit=jnp.asarray(limit),
-            status=jnp.asarray(np.where(real, RUNNING, FULL).astype(np.int32)),
-            hidden=Ring(jnp.zeros((batch, 2 * drafts + 1, self.config.hidden_size), self.dtype)),
-            rounds=jnp.zeros(batch, jnp.int32),
-            offered=jnp.zeros((batch, drafts), jnp.int32),
-            accepted=jnp.zeros((batch, drafts), jnp.int32),
+            tokens=self.place(tokens),
+            drafted=self.place(np.zeros(tokens.shape, np.int8)),
+            rejected=self.place(np.full(tokens.shape, -1, np.int32)),
+            length=self.place(prompt),
+            limit=self.place(limit),
+            status=self.place(np.where(real, RUNNING, FULL).astype(np.int32)),
+            hidden=Ring(self.place(np.zeros((batch, 2 * drafts + 1, self.config.hidden_size), self.dtype))),
+            rounds=self.place(np.zeros(batch, np.int32)),
+            offered=self.place(np.zeros((batch, drafts), np.int32)),
+            accepted=self.place(np.zeros((batch, drafts), np.int32)),
         )
-        return state, _settings(requests, batch, self.config)
+        return state, jax.tree.map(self.place, _settings(requests, batch, self.config))
+
+    @property
+    def groups(self) -> int:
+        """Over how many devices the sequences of a batch are split."""
+        return 1 if self.mesh is None else parts_of(self.mesh, TABLE["batch"])
+
+    def place(self, array: np.ndarray) -> Array:
+        """An array [B, ...] of the host on the devices, each with its own sequences."""
+        if self.mesh is None:
+            return jnp.asarray(array)
+        return jax.make_array_from_callback(
+            array.shape, NamedSharding(self.mesh, spec_of(("batch",))), lambda part: array[part]
+        )
+
+    def fetch(self, array: Array) -> np.ndarray:
+        """An array of the state on the host, put together from all processes where each has a part."""
+        if array.is_fully_addressable or array.is_fully_replicated:
+            return np.asarray(array)
+        return multihost_utils.process_allgather(array, tiled=True)
 
     def shape(self, needed: np.ndarray, drafts: int) -> CacheShape:
         """The bucket of cache sizes for sequences of `needed[b]` rows."""
         pages = -(-needed // PAGE_SIZE)
         width = bucket(int(pages.max()), LEAST_CAPACITY // PAGE_SIZE)
-        total = bucket(int(pages.sum()), width)
-        return CacheShape(batch=len(needed), pages=total, width=width, drafts=drafts)
+        total = bucket(int(pages.reshape(self.groups, -1).sum(axis=1).max()), width) * self.groups
+        return CacheShape(batch=len(needed), pages=total, width=width, drafts=drafts, groups=self.groups)
 
     def cache(self, shape: CacheShape, needed: np.ndarray) -> Cache:
         """An empty cache with pages allocated for `needed[b]` rows of each sequence."""
         everything, ring = allocate_pages(self.config, shape, needed)
-        cache = make_cache(self.config, shape, self.dtype, self.implementation)
-        return dataclasses.replace(cache, global_pages=jnp.asarray(everything), local_pages=jnp.asarray(ring))
+        cache = make_cache(self.config, shape, self.dtype, self.implementation, self.mesh)
+        return dataclasses.replace(cache, global_pages=self.place(everything), local_pages=self.place(ring))
 
     def check_memory(self, shape: CacheShape) -> None:
         """Raises MemoryError, before anything is allocated, when the cache cannot fit."""
-        cache = jax.eval_shape(lambda: make_cache(self.config, shape, self.dtype))
-        needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+        needed = self.cache_bytes(shape)
         weights = self.leaves[0]
         free = free_memory(weights) if isinstance(weights, jax.Array) else None
         if free is not None and needed > free:
@@ -137,6 +182,24 @@ class Engine:
                 f"{needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free: lower max_new_tokens, shorten the "
                 f"prompts, give fewer of them at a time, or use fewer draft_tokens"
             )
+
+    def cache_bytes(self, shape: CacheShape) -> int:
+        """Bytes of a cache on each device."""
+        cache = jax.eval_shape(lambda: make_cache(self.config, shape, self.dtype, mesh=self.mesh))
+
+        def size(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+            own = leaf.shape if self.mesh is None else NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
+            return math.prod(own) * leaf.dtype.itemsize
+
+        return sum(jax.tree.leaves(jax.tree.map(size, cache, specs(cache))))
+
+
+def _placed(array: Array | jax.ShapeDtypeStruct, where: NamedSharding) -> Array | jax.ShapeDtypeStruct:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
+    if where.is_fully_addressable or array.sharding == where:
+        return jax.device_put(array, where)
+    return jax.make_array_from_callback(array.shape, where, lambda part: np.asarray(array[part]))
 
 
 def choose_implementation(config: InklingConfig, asked: str | None) -> Implementation:
@@ -157,7 +220,7 @@ def choose_implementation(config: InklingConfig, asked: str | None) -> Implement
 
 def free_memory(array: Array) -> int | None:
     """Bytes free on the device of an array, or None where it does not say."""
-    device = next(iter(array.devices()))
+    device = array.addressable_shards[0].device
     if device.platform == "cpu":
         return psutil.virtual_memory().available
     stats = device.memory_stats() or {}
@@ -171,14 +234,14 @@ def _settings(requests: list[Request], batch: int, config: InklingConfig) -> Set
     for b, request in enumerate(requests):
         stops[b, : len(request.stop_ids)] = request.stop_ids
 
-    def column(name: str, dtype: type, idle: float | int) -> Array:
+    def column(name: str, dtype: type, idle: float | int) -> np.ndarray:
         values = [getattr(request, name) for request in requests] + [idle] * (batch - len(requests))
-        return jnp.asarray(np.asarray(values, dtype))
+        return np.asarray(values, dtype)
 
     return Settings(
         temperature=column("temperature", np.float32, 0.0),
         top_k=column("top_k", np.int32, config.real_vocab_size),
         top_p=column("top_p", np.float32, 1.0),
         seed=column("seed", np.uint32, 0),
-        stop_ids=jnp.asarray(stops),
+        stop_ids=stops,
     )

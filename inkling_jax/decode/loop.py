@@ -21,11 +21,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ..cache import Cache, Rows
+from ..collectives import all_gather
 from ..nn import InklingModel
-from .sampling import Use, accept, keys, sample
+from .sampling import Logits, Use, accept, keys, sample
 from .state import FULL, NOT_FINITE, RUNNING, STOPPED, DecodeState, Settings
 
-Choose = Callable[[int, Float[Array, "B V"], DecodeState, Settings], Int[Array, " B"]]
+Choose = Callable[[int, Logits, DecodeState, Settings], Int[Array, " B"]]
 
 
 def prefill(model: InklingModel, state: DecodeState, start: Int[Array, ""], chunk: int, drafts: int) -> DecodeState:
@@ -48,10 +49,13 @@ def teacher_forced(
     chunk: int,
     depth: int | None,
 ) -> tuple[Float[Array, "B chunk V"], Cache]:
-    """Logits of rows start .. start + chunk - 1 of given tokens: the backbone's, or those of one depth."""
+    """Logits of rows start .. start + chunk - 1 of given tokens: the backbone's, or those of one depth.
+
+    The one step that puts the logits of a mesh together, for who asks to see them.
+    """
     depths = 0 if depth is None else depth + 1
     outputs, cache = _chunk(model, cache, tokens, length, length - 1, start, chunk, depths)
-    return model.logits(outputs[-1]), cache
+    return all_gather(model.logits(outputs[-1]), "vocab")[..., : model.unembed.real], cache
 
 
 def _chunk(
@@ -109,18 +113,18 @@ def one_round(model: InklingModel, state: DecodeState, settings: Settings, draft
     state, target_logits = verify(model, state, drafts)
     count, bonus = accept(proposed, draft_logits, target_logits, offered, state.length, settings)
     # A sum or a maximum over NaN is NaN; only rows that are about to be committed matter.
-    finite = jnp.isfinite(target_logits.max(axis=-1)) | (jnp.arange(drafts + 1) > count[:, None])
+    finite = jnp.isfinite(target_logits.top) | (jnp.arange(drafts + 1) > count[:, None])
     return commit(state, settings, proposed, count, bonus, offered, finite.all(axis=1))
 
 
-def pick(j: int, logits: Float[Array, "B V"], state: DecodeState, settings: Settings) -> Int[Array, " B"]:
+def pick(j: int, logits: Logits, state: DecodeState, settings: Settings) -> Int[Array, " B"]:
     """Draft j as its depth would have it: greedy, or sampled with the sequence's settings."""
     return sample(logits, settings, keys(settings, state.length + j, Use.DRAFT))
 
 
 def propose(
     model: InklingModel, state: DecodeState, settings: Settings, drafts: int, choose: Choose
-) -> tuple[DecodeState, list[Float[Array, "B V"]], Int[Array, " B"]]:
+) -> tuple[DecodeState, list[Logits], Int[Array, " B"]]:
     """The depths' drafts, written behind the committed tokens; their logits; and how many of them may be verified.
 
     A sequence of one token has no hidden row to draft from. A depth whose logits are not finite ends the offer.
@@ -135,21 +139,21 @@ def propose(
     for d in range(drafts):
         h, cache = model.depth(d, h, _tokens(state.tokens, start + d + 1, window), rows, cache)
         row = jnp.take_along_axis(h, last[:, None, None], axis=1)
-        logits.append(model.logits(row)[:, 0])
+        logits.append(Logits.of(model.logits(row)[:, 0], model.unembed.real))
         token = choose(d, logits[-1], state, settings)
-        offered = jnp.where(jnp.isfinite(logits[-1].max(axis=-1)), offered, jnp.minimum(offered, d))
+        offered = jnp.where(jnp.isfinite(logits[-1].top), offered, jnp.minimum(offered, d))
         state = dataclasses.replace(state, tokens=_put(state.tokens, state.length + d, token))
     return dataclasses.replace(state, cache=_some(cache)), logits, offered
 
 
-def verify(model: InklingModel, state: DecodeState, drafts: int) -> tuple[DecodeState, Float[Array, "B rows V"]]:
+def verify(model: InklingModel, state: DecodeState, drafts: int) -> tuple[DecodeState, Logits]:
     """The target over the last committed token and the drafts: row j gives the logits for position length + j."""
     rows = state.cache.rows(state.length - 1, jnp.where(state.status == RUNNING, drafts + 1, 0))
     # At least two rows: the CPU multiplies a single one in another order than several, and rounds it otherwise.
     tokens = _tokens(state.tokens, state.length - 1, max(drafts + 1, 2))
     h, cache = model.hidden(model.embed(tokens, rows), rows, state.cache)
     state = dataclasses.replace(state, cache=_some(cache), hidden=state.hidden.write(h, rows))
-    return state, model.logits(h)[:, : drafts + 1]
+    return state, Logits.of(model.logits(h)[:, : drafts + 1], model.unembed.real)
 
 
 def commit(

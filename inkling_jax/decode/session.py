@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..compilation import announce
@@ -88,7 +87,7 @@ class Session:
         for start in range(0, longest, chunk):
             with self._timed("prefill", "the prefill step"):
                 self._state = self._engine.prefill(
-                    self._engine.leaves, self._state, jnp.int32(start), chunk=chunk, drafts=self._drafts
+                    self._engine.leaves, self._state, np.int32(start), chunk=chunk, drafts=self._drafts
                 )
                 jax.block_until_ready(self._state.length)
 
@@ -96,7 +95,7 @@ class Session:
         """Runs up to `rounds` rounds and looks at what came out. Raises FloatingPointError at NaN logits."""
         with self._timed("decode", f"the decoding loop with {self._drafts} drafts"):
             self._state = self._engine.decode(
-                self._engine.leaves, self._state, self._settings, jnp.int32(rounds), drafts=self._drafts
+                self._engine.leaves, self._state, self._settings, np.int32(rounds), drafts=self._drafts
             )
             jax.block_until_ready(self._state.length)
         self._look()
@@ -114,7 +113,7 @@ class Session:
     def _look(self) -> None:
         state = self._state
         self._seen: dict[str, np.ndarray] = {}
-        self._length, self._status = np.array(state.length), np.array(state.status)
+        self._length, self._status = (np.array(self._engine.fetch(x)) for x in (state.length, state.status))
         broken = np.flatnonzero(self._status == NOT_FINITE)
         if broken.size:
             b = int(broken[0])
@@ -126,7 +125,7 @@ class Session:
     def _host(self, name: str) -> np.ndarray:
         """An array of the state on the host, fetched once a look for all sequences together."""
         if name not in self._seen:
-            self._seen[name] = np.asarray(getattr(self._state, name))
+            self._seen[name] = self._engine.fetch(getattr(self._state, name))
         return self._seen[name]
 
     @property
@@ -160,7 +159,7 @@ class Session:
                     found, self._cut[b] = True, place
         if found:
             self._status[list(self._cut)] = STOPPED
-            self._state = replace(self._state, status=jnp.asarray(self._status))
+            self._state = replace(self._state, status=self._engine.place(self._status))
 
     def completion(self, b: int) -> Completion:
         tokens = self.new_tokens(b)
@@ -182,10 +181,10 @@ class Session:
     def statistics(self) -> Statistics:
         real = len(self.requests)
         prompts = np.array([len(request.tokens) for request in self.requests])
-        offered = np.asarray(self._state.offered)[:real].sum(axis=0)
-        accepted = np.asarray(self._state.accepted)[:real].sum(axis=0)
+        offered = self._host("offered")[:real].sum(axis=0)
+        accepted = self._host("accepted")[:real].sum(axis=0)
         return Statistics(
-            rounds=int(np.asarray(self._state.rounds)[:real].sum()),
+            rounds=int(self._host("rounds")[:real].sum()),
             tokens=int((self._length[:real] - prompts).sum()),
             acceptance=[float(a / o) if o else float("nan") for a, o in zip(accepted, offered, strict=True)],
             prefill_seconds=self._seconds["prefill"],

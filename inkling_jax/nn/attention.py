@@ -1,22 +1,28 @@
 """Attention with short convolutions on keys and values and a learned, query-dependent relative bias."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
 
-from ..cache import VERIFY_ROWS, LayerCache, PagedKV, Ring, Rows
-from ..config import InklingConfig
-from ..ops import attend
+from ..cache import VERIFY_ROWS, LayerCache, PagedKV, Rows
+from ..collectives import index, parts
+from ..config import AttentionShape, InklingConfig
+from ..ops import attend, linear
 from .basic import Linear, RMSNorm, ShortConv, normal
 
 
 class Attention(nnx.Module):
-    """One layer's attention, local or global; the two kinds may differ in heads, KV heads and head_dim."""
+    """One layer's attention, local or global; the two kinds may differ in heads, KV heads and head_dim.
+
+    Its output is float32: on a mesh a device's part of a sum over "heads", which the residual branch rounds.
+    """
 
     def __init__(self, config: InklingConfig, local: bool, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.shape = shape = config.attention(local)
@@ -43,20 +49,21 @@ class Attention(nnx.Module):
         if cache is not None and page_table is not None and rows.implementation != "xla":
             return self._with_kernels(x, rows, cache, page_table)
         batch, new, _ = x.shape
+        shape, (wk, wv, k_taps, v_taps) = self._own_shape(), self._own_keys()
         heads = lambda y, count: y.reshape(batch, new, count, -1)  # noqa: E731
-        k, k_ring = self.k_conv(self.wk(x), rows, cache and cache.k_conv)
-        v, v_ring = self.v_conv(self.wv(x), rows, cache and cache.v_conv)
-        q = self.q_norm(heads(self.wq(x), self.shape.heads))
-        k = self.k_norm(heads(k, self.shape.kv_heads))
-        v = heads(v, self.shape.kv_heads)
+        k, k_ring = self.k_conv(linear(x, wk), rows, cache and cache.k_conv, k_taps)
+        v, v_ring = self.v_conv(linear(x, wv), rows, cache and cache.v_conv, v_taps)
+        q = self.q_norm(heads(self.wq(x), shape.heads))
+        k = self.k_norm(heads(k, shape.kv_heads))
+        v = heads(v, shape.kv_heads)
         out, kv = attend(
             q,
             k,
             v,
-            heads(self.wr(x), self.shape.heads),
+            heads(self.wr(x), shape.heads),
             self.rel_proj[...],
             rows,
-            self.shape,
+            shape,
             tau=self._tau(rows.positions(new)),
             kv=cache and cache.kv,
             page_table=page_table,
@@ -64,7 +71,25 @@ class Attention(nnx.Module):
         if cache is not None:
             assert kv is not None and k_ring is not None and v_ring is not None
             cache = LayerCache(kv, k_ring, v_ring, cache.attn_conv, cache.mlp_conv)
-        return self.wo(out.reshape(batch, new, -1)), cache
+        return self.wo(out.reshape(batch, new, -1), jnp.float32), cache
+
+    def _own_shape(self) -> AttentionShape:
+        """The heads of this device: all of them without a mesh."""
+        devices = parts("heads")
+        kv_heads = max(self.shape.kv_heads // devices, 1)
+        return replace(self.shape, heads=self.shape.heads // devices, kv_heads=kv_heads)
+
+    def _own_keys(self) -> list[Float[Array, "C *rest"]]:
+        """Weights of keys and values, then their taps, of this device's KV heads.
+
+        They come as shards, except where heads are fewer than devices: then each takes the one its queries attend to.
+        """
+        weights = [module.weight[...] for module in (self.wk, self.wv, self.k_conv, self.v_conv)]
+        devices, heads, dim = parts("heads"), self.shape.kv_heads, self.shape.head_dim
+        if devices <= heads:
+            return weights
+        first = index("heads") * heads // devices * dim
+        return [lax.dynamic_slice_in_dim(weight, first, dim) for weight in weights]
 
     def _with_kernels(
         self, x: Float[Array, "B T H"], rows: Rows, cache: LayerCache, page_table: Int[Array, "B pages"]
@@ -74,12 +99,13 @@ class Attention(nnx.Module):
         As in `ops.attend`, a verify's rows are in the pages before they attend, a chunk's are written afterwards.
         """
         batch, new, _ = x.shape
-        few, shape, kv = new <= VERIFY_ROWS, self.shape, cache.kv
+        few, shape, kv = new <= VERIFY_ROWS, self._own_shape(), cache.kv
+        wk, wv, k_taps, v_taps = self._own_keys()
         pages = dict(k_pages=kv.k, v_pages=kv.v, page_table=page_table)
         made = kernels.qkvr_prep(
-            jnp.concatenate([self.wq(x), self.wk(x), self.wv(x), self.wr(x)], axis=-1),
-            self.k_conv.weight[...],
-            self.v_conv.weight[...],
+            jnp.concatenate([self.wq(x), linear(x, wk), linear(x, wv), self.wr(x)], axis=-1),
+            k_taps,
+            v_taps,
             self.q_norm.weight[...],
             self.k_norm.weight[...],
             cache.k_conv.rows,
@@ -110,8 +136,9 @@ class Attention(nnx.Module):
         else:
             out = attention(made.q, made.k, made.v, start=rows.start, **pages)
             kv = kv.write(made.k, made.v, page_table, rows)
-        cache = LayerCache(kv, Ring(made.k_ring), Ring(made.v_ring), cache.attn_conv, cache.mlp_conv)
-        return self.wo(out.reshape(batch, new, -1)), cache
+        rings = replace(cache.k_conv, rows=made.k_ring), replace(cache.v_conv, rows=made.v_ring)
+        cache = LayerCache(kv, *rings, cache.attn_conv, cache.mlp_conv)
+        return self.wo(out.reshape(batch, new, -1), jnp.float32), cache
 
     def _tau(self, positions: Int[Array, "B T"]) -> Float[Array, "B T"] | None:
         """Log scaling of global layers, from the absolute position; exactly 1 below the floor."""

@@ -1,5 +1,6 @@
 """The small modules: linear map, RMSNorm, short convolution."""
 
+import dataclasses
 import math
 
 import jax
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels as kernels
 
 from ..cache import Ring, Rows
+from ..collectives import all_gather, all_reduce, few, own, reduce_scatter
 from ..ops import linear, rms_norm, short_conv
 
 Axes = tuple[str | None, ...]
@@ -29,13 +31,13 @@ def constant(value: float, shape: tuple[int, ...], axes: Axes, dtype: DTypeLike)
 
 
 class Linear(nnx.Module):
-    """`x @ weight.T`, weight [out, in] as in the checkpoint."""
+    """`x @ weight.T`, weight [out, in] as in the checkpoint; with a shard of the input, a shard's part of the sum."""
 
     def __init__(self, inputs: int, outputs: int, axes: Axes, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = normal(rngs, (outputs, inputs), axes, dtype)
 
-    def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
-        return linear(x, self.weight[...])
+    def __call__(self, x: Float[Array, "*rows I"], out_dtype: DTypeLike | None = None) -> Float[Array, "*rows O"]:
+        return linear(x, self.weight[...], out_dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -54,9 +56,10 @@ class ShortConv(nnx.Module):
         self.weight = normal(rngs, (channels, width), (axis, None), dtype)
 
     def __call__(
-        self, x: Float[Array, "B T C"], rows: Rows, ring: Ring | None
+        self, x: Float[Array, "B T C"], rows: Rows, ring: Ring | None, taps: Float[Array, "C W"] | None = None
     ) -> tuple[Float[Array, "B T C"], Ring | None]:
-        weight = self.weight[...]
+        """`taps`: the weight of the channels of `x`, where these are not all."""
+        weight = self.weight[...] if taps is None else taps
         before = weight.shape[1] - 1
         if ring is None:
             return short_conv(x, jnp.zeros((x.shape[0], before, x.shape[2]), x.dtype), weight), None
@@ -65,32 +68,60 @@ class ShortConv(nnx.Module):
 
     def add_norm(
         self,
-        x: Float[Array, "B T C"],
+        branch: Float[Array, "B T C"],
         rows: Rows,
         ring: Ring | None,
         residual: Float[Array, "B T C"],
         norm: RMSNorm | None,
+        axis: str,
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"], Ring | None]:
-        """The residual stream with this branch added, and `norm` of it; without a norm the stream again."""
+        """The residual stream with this branch added, and `norm` of it; without a norm the stream again.
+
+        `branch`, float32, is this device's part of a sum over `axis`. With few rows (`collectives.few`) every device
+        sums and convolves whole rows. With many, or when its part of the ring is all it has, it sums and convolves its
+        own channels, with their taps and their part of the ring, and the stream is gathered.
+        """
+        if few(branch.shape[0] * branch.shape[1], axis) and (ring is None or ring.axis is None):
+            x = all_reduce(branch, axis).astype(residual.dtype)
+            if norm is None or ring is None or rows.implementation == "xla":
+                stream, ring = self._add(x, rows, ring, residual, self.weight[...])
+                return stream, stream if norm is None else norm(stream), ring
+            stream, normed, new = kernels.short_conv_add_norm(
+                *(x, self.weight[...], ring.rows, rows.start, rows.count, residual, norm.weight[...]),
+                eps=norm.eps,
+                implementation=rows.implementation,
+            )
+            return stream, normed, dataclasses.replace(ring, rows=new)
+        x = reduce_scatter(branch.astype(residual.dtype), axis)
+        part = ring if ring is None or ring.axis is not None else Ring(own(ring.rows, axis))
+        stream, part = self._add(x, rows, part, own(residual, axis), own(self.weight[...], axis, 0))
+        stream = all_gather(stream, axis)
+        if part is not None and ring is not None and ring.axis is None:
+            part = Ring(all_gather(part.rows, axis))
+        return stream, stream if norm is None else norm(stream), part
+
+    def _add(
+        self,
+        x: Float[Array, "B T C"],
+        rows: Rows,
+        ring: Ring | None,
+        residual: Float[Array, "B T C"],
+        taps: Float[Array, "C W"],
+    ) -> tuple[Float[Array, "B T C"], Ring | None]:
         if ring is None or rows.implementation == "xla":
-            y, ring = self(x, rows, ring)
-            stream = residual + y
-            return stream, stream if norm is None else norm(stream), ring
-        operands = (x, self.weight[...], ring.rows, rows.start, rows.count)
-        if norm is None:
-            stream, new = kernels.short_conv(*operands, residual=residual, implementation=rows.implementation)
-            return stream, stream, Ring(new)
-        stream, normed, new = kernels.short_conv_add_norm(
-            *operands, residual, norm.weight[...], eps=norm.eps, implementation=rows.implementation
+            y, ring = self(x, rows, ring, taps)
+            return residual + y, ring
+        stream, new = kernels.short_conv(
+            x, taps, ring.rows, rows.start, rows.count, residual=residual, implementation=rows.implementation
         )
-        return stream, normed, Ring(new)
+        return stream, dataclasses.replace(ring, rows=new)
 
 
 class Embedding(nnx.Module):
     """Token rows, normed: what the backbone and every depth start from."""
 
     def __init__(self, vocabulary: int, size: int, eps: float, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.weight = normal(rngs, (vocabulary, size), ("vocab", "hidden"), dtype)
+        self.weight = normal(rngs, (vocabulary, size), ("token", "hidden"), dtype)
         self.norm = RMSNorm(size, eps, "hidden", dtype=dtype)
 
     def __call__(self, tokens: Int[Array, "B T"], rows: Rows | None = None) -> Float[Array, "B T H"]:

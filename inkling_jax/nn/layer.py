@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels as kernels
 
 from ..cache import LayerCache, Rows
+from ..collectives import all_gather
 from ..config import InklingConfig
 from ..quantization import Format
 from .attention import Attention
@@ -52,9 +53,9 @@ class DecoderLayer(nnx.Module):
         A norm leaves with the sum that it reads, so that one kernel does both.
         """
         a, cache = self.attn(normed, rows, cache, page_table)
-        x, normed, attn_ring = self.attn_conv.add_norm(a, rows, cache and cache.attn_conv, x, self.mlp_norm)
+        x, normed, attn_ring = self.attn_conv.add_norm(a, rows, cache and cache.attn_conv, x, self.mlp_norm, "heads")
         m = self.mlp(normed, rows)
-        x, normed, mlp_ring = self.mlp_conv.add_norm(m, rows, cache and cache.mlp_conv, x, next_norm)
+        x, normed, mlp_ring = self.mlp_conv.add_norm(m, rows, cache and cache.mlp_conv, x, next_norm, "mlp")
         if cache is not None:
             assert attn_ring is not None and mlp_ring is not None
             cache = dataclasses.replace(cache, attn_conv=attn_ring, mlp_conv=mlp_ring)
@@ -68,7 +69,7 @@ class Depth(nnx.Module):
         hidden, eps = config.hidden_size, config.norm_eps
         self.hidden_norm = RMSNorm(hidden, eps, "hidden", dtype=dtype)
         self.embed_norm = RMSNorm(hidden, eps, "hidden", dtype=dtype)
-        self.proj = Linear(2 * hidden, hidden, ("hidden", None), dtype=dtype, rngs=rngs)
+        self.proj = Linear(2 * hidden, hidden, ("joined", None), dtype=dtype, rngs=rngs)
         self.layer = DecoderLayer(config, local, dense=True, dtype=dtype, rngs=rngs)
 
     def __call__(
@@ -82,7 +83,8 @@ class Depth(nnx.Module):
         page_table: Int[Array, "B pages"] | None,
     ) -> tuple[Float[Array, "B T H"], LayerCache | None]:
         """`next_norm` of the row that predicts the token after each of `tokens`; without a norm the row itself."""
-        z = self.proj(self._join(h_prev, tokens, embed, rows if cache is not None else None))
+        joined = self._join(h_prev, tokens, embed, rows if cache is not None else None)
+        z = all_gather(self.proj(joined), "joined")
         _, out, cache = self.layer(z, self.layer.attn_norm(z), next_norm, rows, cache, page_table)
         return out, cache
 

@@ -1,5 +1,9 @@
-"""The two kinds of MLP: dense SwiGLU, and a mixture of routed experts with shared ones beside them."""
+"""The two kinds of MLP: dense SwiGLU, and a mixture of routed experts with shared ones beside them.
 
+Both give float32: on a mesh a device's part of a sum over "mlp", which the residual branch rounds once it is whole.
+"""
+
+from functools import partial
 from types import EllipsisType
 from typing import Any
 
@@ -12,6 +16,7 @@ from pallas_kernels import moe
 from pallas_kernels.fp4 import FP4, quantize
 
 from ..cache import Rows
+from ..collectives import index, parts
 from ..config import InklingConfig
 from ..ops import route, swiglu
 from ..quantization import Format
@@ -28,7 +33,7 @@ class DenseMLP(nnx.Module):
         self.scale = constant(1.0, (1,), (None,), dtype)
 
     def __call__(self, x: Float[Array, "B T H"], rows: Rows) -> Float[Array, "B T H"]:
-        return (swiglu(x, self.w13[...], self.w2[...]) * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        return swiglu(x, self.w13[...], self.w2[...]) * self.scale[...].astype(jnp.float32)
 
 
 class Router(nnx.Module):
@@ -61,13 +66,13 @@ class Packed(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Stacked SwiGLU experts; the leading axis is `axis`. With a `format` their weights are `Packed`."""
+    """Stacked SwiGLU experts; `axes` are those of the stack and of a width. With a `format` weights are `Packed`."""
 
     def __init__(
         self,
         count: int,
         config: InklingConfig,
-        axis: str | None,
+        axes: tuple[str | None, str],
         format: Format | None = None,
         *,
         dtype: DTypeLike,
@@ -77,9 +82,9 @@ class Experts(nnx.Module):
             plain = normal(rngs, shape, axes, dtype)
             return plain if format is None else Packed(plain[...], axes, format)
 
-        hidden, width = config.hidden_size, config.expert_size
-        self.w13 = weights((count, 2, width, hidden), (axis, None, "expert_mlp", "hidden"))
-        self.w2 = weights((count, hidden, width), (axis, "hidden", "expert_mlp"))
+        hidden, size, (stack, width) = config.hidden_size, config.expert_size, axes
+        self.w13 = weights((count, 2, size, hidden), (stack, None, width, "hidden"))
+        self.w2 = weights((count, hidden, size), (stack, "hidden", width))
 
 
 class MoE(nnx.Module):
@@ -87,8 +92,8 @@ class MoE(nnx.Module):
 
     def __init__(self, config: InklingConfig, format: Format | None = None, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.router = Router(config, dtype=dtype, rngs=rngs)
-        self.experts = Experts(config.num_experts, config, "expert", format, dtype=dtype, rngs=rngs)
-        self.shared = Experts(config.num_shared_experts, config, None, dtype=dtype, rngs=rngs)
+        self.experts = Experts(config.num_experts, config, ("expert", "expert_mlp"), format, dtype=dtype, rngs=rngs)
+        self.shared = Experts(config.num_shared_experts, config, (None, "mlp"), dtype=dtype, rngs=rngs)
         self.experts_per_token = config.experts_per_token
         self.route_scale = config.route_scale
 
@@ -98,15 +103,13 @@ class MoE(nnx.Module):
         ids, weights = route(
             flat, self.router.weight[...], self.router.bias[...], scale, self.experts_per_token, rows.implementation
         )
-        y = moe(
-            flat,
-            ids,
-            weights,
-            self.experts.w13[...],
-            self.experts.w2[...],
-            self.shared.w13[...],
-            self.shared.w2[...],
-            valid=rows.real(x.shape[1]).reshape(-1),
-            implementation=rows.implementation,
-        )
+        routed, shared = (self.experts.w13[...], self.experts.w2[...]), (self.shared.w13[...], self.shared.w2[...])
+        mixture = partial(moe, valid=rows.real(x.shape[1]).reshape(-1), implementation=rows.implementation)
+        if parts("expert") == 1:
+            y = mixture(flat, ids, weights, *routed, *shared).astype(jnp.float32)
+        else:  # every device has narrow parts of the shared experts besides experts of its own
+            own = ids - index("expert") * self.experts.w13[...].shape[0]  # those of other devices add nothing
+            y = mixture(flat, own, weights[:, : ids.shape[1]], *routed).astype(jnp.float32)
+            for s, (w13, w2) in enumerate(zip(*shared, strict=True)):
+                y = y + weights[:, ids.shape[1] + s, None] * swiglu(flat, w13, w2)
         return y.reshape(x.shape)

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..cache import Cache, Rows
+from ..collectives import index, parts
 from ..config import InklingConfig
 from ..ops import linear
 from ..quantization import Format, Quantization
@@ -18,14 +19,18 @@ from .layer import DecoderLayer, Depth
 
 
 class Unembedding(nnx.Module):
-    """The LM head. The padded part of the vocabulary never leaves it."""
+    """The LM head. The padded part of the vocabulary never leaves it, or at -inf in a device's part of a mesh."""
 
     def __init__(self, config: InklingConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = normal(rngs, (config.vocab_size, config.hidden_size), ("vocab", "hidden"), dtype)
         self.real, self.divisor = config.real_vocab_size, config.logits_divisor
 
     def __call__(self, h: Float[Array, "B T H"]) -> Float[Array, "B T V"]:
-        return linear(h, self.weight[...], jnp.float32)[..., : self.real] / self.divisor
+        logits = linear(h, self.weight[...], jnp.float32)
+        if parts("vocab") == 1:
+            return logits[..., : self.real] / self.divisor
+        ids = index("vocab") * logits.shape[-1] + jnp.arange(logits.shape[-1])
+        return jnp.where(ids < self.real, logits / self.divisor, -jnp.inf)
 
 
 class InklingModel(nnx.Module):
@@ -85,7 +90,10 @@ class InklingModel(nnx.Module):
         return normed, cache
 
     def logits(self, h: Float[Array, "B T H"]) -> Float[Array, "B T V"]:
-        """float32 logits over the real vocabulary: `(h / divisor) U^T`. Of the final norm's output, or of a depth's."""
+        """float32 logits over the real vocabulary: `(h / divisor) U^T`. Of the final norm's output, or of a depth's.
+
+        On a mesh, those of this device's part of the padded vocabulary.
+        """
         return self.unembed(h)
 
     def depth(

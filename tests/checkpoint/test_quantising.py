@@ -147,7 +147,7 @@ def test_save_and_load_keep_every_bit(tmp_path: Path, source: Path, format: Any)
     assert raw_tensors(tmp_path / "again") == raw_tensors(tmp_path / "out")
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "again")]
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
-    with pytest.raises(CheckpointError, match="weights in 4 bits can be saved in the original layout only"):
+    with pytest.raises(CheckpointError, match="weights in 4 bits can be saved as original or orbax only"):
         save(model, tmp_path / "other", layout="transformers")
 
 

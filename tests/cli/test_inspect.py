@@ -97,3 +97,35 @@ def test_wrong_checkpoints(command, tmp_path):
     assert_one_error(command("inspect", tmp_path), "a checkpoint needs config.json")
     (tmp_path / "config.json").write_text("{")
     assert_one_error(command("inspect", tmp_path), "not valid JSON")
+
+
+def test_a_plan_for_a_mesh(command, checkpoint):
+    """Of a model that is here, on devices that are not; without drafts and with."""
+    done = command("inspect", "inkling", "--mesh", "tensor=2,expert=32", "--quantization", "mxfp4", "--json")
+    found = json.loads(done.out)
+    assert done.code == 0 and [one["draft_tokens"] for one in found["plans"]] == [0, 8]
+    assert found["plans"][0]["mesh"] == {"data": 1, "expert": 32, "tensor": 2}
+    assert found["plans"][1]["gpus"]["H100"]["fits"] is True
+    assert found["memory"]["bytes"]["weights"] < found["total"]["bytes"] / 3
+    done = command("inspect", checkpoint, "--mesh", "data=2", "--batch", 4, "--draft-tokens", 0)
+    assert "each of 2 devices (data=2) holds" in done.out
+    assert "and reads in a round, with 2 sequences of 512 tokens" in done.out
+    assert all(name in done.out for name in ("H100", "H200", "B200", "MI300X", "MI355X"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--mesh", "tensor"], "argument --mesh: mesh: 'tensor'; expected each axis once with its size"),
+        (["--mesh", "model=2"], "mesh: there is no axis 'model'"),
+        (["--quantization", "int4"], "argument --quantization"),
+    ],
+)
+def test_plans_that_cannot_be(command, checkpoint, arguments, words):
+    assert_one_error(command("inspect", checkpoint, *arguments), words)
+
+
+def test_a_mesh_that_does_not_divide_the_model(command, checkpoint):
+    done = command("inspect", checkpoint, "--mesh", "expert=1024")
+    assert done.code == 2 and done.out == ""
+    assert "num_experts = 5 does not divide by 1024 (expert)" in done.err

@@ -26,9 +26,9 @@ class SmallPages(Engine):
 
     def shape(self, needed: np.ndarray, drafts: int) -> CacheShape:
         pages = -(-needed // PAGE)
-        return CacheShape(
-            batch=len(needed), pages=int(pages.sum()), width=max(self.width, pages.max()), drafts=drafts, page_size=PAGE
-        )
+        most = int(pages.reshape(self.groups, -1).sum(axis=1).max())
+        width = max(self.width, int(pages.max()))
+        return CacheShape(len(needed), most * self.groups, width, drafts, PAGE, self.groups)
 
 
 @cache

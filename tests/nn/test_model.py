@@ -139,7 +139,7 @@ def test_parameters_are_those_of_the_architecture(name):
 
 def test_every_axis_of_every_parameter_has_a_known_name_or_none():
     shapes, axes = reference.parameter_shapes(TINY), logical_axes(TINY)
-    known = {"vocab", "hidden", "heads", "kv_heads", "mlp", "expert", "expert_mlp", None}
+    known = {"token", "joined", "vocab", "hidden", "heads", "kv_heads", "mlp", "expert", "expert_mlp", None}
     assert {path: len(names) for path, names in axes.items()} == {path: len(shape) for path, shape in shapes.items()}
     assert {name for names in axes.values() for name in names} == known
 

@@ -1,0 +1,73 @@
+"""Sums and gathers between the devices of a mesh, named by the logical axis that is split (`sharding.TABLE`).
+
+A step runs under `jax.shard_map`: every device runs the model on its own shards. Where the axis is not split, and
+wherever there is no mesh, each function here is the identity and leaves no trace in the program.
+"""
+
+import math
+
+import jax
+from jax import lax
+from jaxtyping import Array, Int, Shaped
+
+from .sharding import TABLE
+
+ALL_REDUCE_ROWS = 64
+"""Most rows of a step whose row-parallel products are summed whole on every device (`few`)."""
+
+
+def few(rows: int, axis: str | None) -> bool:
+    """Whether a step of so many rows a device sums a branch by one all-reduce; else reduce-scatter and all-gather.
+
+    Both move the same bytes. With few rows latency counts, and one collective has half of two; with many the short
+    convolution and the sum are worth splitting. Where they meet has been estimated, not measured: two collectives cost
+    some 10 us more than one on NVLink, which is what 64 to 512 rows of H = 6144 take through a convolution.
+    """
+    return parts(axis) == 1 or rows <= ALL_REDUCE_ROWS
+
+
+def parts(axis: str | None) -> int:
+    """Over how many devices a dimension of this logical axis is split; 1 outside of a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[name] for name in _names(axis))
+
+
+def index(axis: str | None) -> Int[Array, ""] | int:
+    """Which of the parts is this device's."""
+    return lax.axis_index(_names(axis)) if parts(axis) > 1 else 0
+
+
+def own(x: Shaped[Array, "..."], axis: str | None, dimension: int = -1) -> Shaped[Array, "..."]:
+    """This device's part of an array that is whole here."""
+    if parts(axis) == 1:
+        return x
+    size = x.shape[dimension] // parts(axis)
+    return lax.dynamic_slice_in_dim(x, index(axis) * size, size, dimension)
+
+
+def all_reduce(x: Shaped[Array, "..."], axis: str | None) -> Shaped[Array, "..."]:
+    """The sum of what the devices hold, whole on each."""
+    return lax.psum(x, _names(axis)) if parts(axis) > 1 else x
+
+
+def reduce_scatter(x: Shaped[Array, "... C"], axis: str | None) -> Shaped[Array, "... c"]:
+    """This device's part, along the last dimension, of the sum of what the devices hold."""
+    if parts(axis) == 1:
+        return x
+    return lax.psum_scatter(x, _names(axis), scatter_dimension=x.ndim - 1, tiled=True)
+
+
+def all_gather(x: Shaped[Array, "... c"], axis: str | None) -> Shaped[Array, "... C"]:
+    """The devices' parts of the last dimension put together."""
+    return lax.all_gather(x, _names(axis), axis=x.ndim - 1, tiled=True) if parts(axis) > 1 else x
+
+
+def exchange(x: Shaped[Array, "..."], axis: str | None) -> Shaped[Array, "parts ..."]:
+    """What each device holds, in the order of the parts."""
+    return lax.all_gather(x, _names(axis)) if parts(axis) > 1 else x[None]
+
+
+def _names(axis: str | None) -> tuple[str, ...]:
+    """The mesh axes that really split a logical one, in a program that runs on each device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(name for name in TABLE[axis] if name in mesh.manual_axes and mesh.shape[name] > 1)

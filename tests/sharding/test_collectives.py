@@ -1,0 +1,96 @@
+"""What the program for eight H200s sends between them: what docs/distributed.md lists for each layer, and no more."""
+
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+
+from inkling_jax.cache import specs
+from inkling_jax.config import InklingConfig
+from inkling_jax.decode import engine as engines
+from inkling_jax.decode.engine import Engine
+from inkling_jax.nn import abstract_parameters
+from inkling_jax.sharding import AXES
+from tests.decode.tiny import request
+from tests.h200 import HAS_PLUGIN, Collective, cards, compiled
+
+BATCH, DRAFTS, CHUNK, H = 2, 1, 512, 6144
+EXPERT, TENSOR = 2, 4
+RING = 3 + DRAFTS + 1  # rows
+CONFIG = replace(
+    InklingConfig.from_name("slice-8"),
+    **dict(num_layers=1, local_layers=(), dense_layers=(), num_experts=8),
+    **dict(vocab_size=20096, real_vocab_size=20000),
+)
+"""slice-8's widths: one layer, global with (fewer) experts, and a dense local depth."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HAS_PLUGIN, reason="the wheels of jax[cuda13-local] are missing"),
+]
+
+
+@pytest.fixture
+def program(request, monkeypatch, tmp_path):
+    step, implementation = request.param
+    mesh = Mesh(np.array(cards(EXPERT * TENSOR)).reshape(1, EXPERT, TENSOR), AXES)
+    monkeypatch.setattr(engines, "choose_implementation", lambda *_: implementation)
+    monkeypatch.setattr(Engine, "place", lambda _, array: jnp.asarray(array))  # the cards are not here
+    steps = Engine(CONFIG, abstract_parameters(CONFIG), "bfloat16", mesh=mesh)
+    state, settings = jax.eval_shape(lambda: steps.start([one_request()] * BATCH, DRAFTS))
+
+    def placed(tree):
+        struct = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
+        return jax.tree.map(struct, tree, specs(tree))
+
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    if step == "decode":
+        return compiled(steps.decode, (steps.leaves, *placed((state, settings, number))), tmp_path, mesh, drafts=DRAFTS)
+    arrays = steps.leaves, *placed((state, number))
+    return compiled(steps.prefill, arrays, tmp_path, mesh, chunk=CHUNK, drafts=DRAFTS)
+
+
+def one_request():
+    return request([1, 2, 3], 1000)
+
+
+def made(found: list[Collective]) -> Counter:
+    return Counter((each.kind, each.makes) for each in found)
+
+
+@pytest.mark.parametrize("program", [("decode", "triton")], indirect=True)
+def test_a_round_sums_each_branch_once_and_exchanges_tokens(program):
+    whole, branches = [], []
+    for each in program.collectives():
+        (branches if each.in_branch else whole).append(each)
+    rows = f"[{BATCH},{DRAFTS + 1},{H}]"
+    parts = EXPERT * TENSOR
+    assert made(whole) == {
+        ("all-reduce", (f"f32{rows}",)): 4,  # attention and MLP, of the layer and of the depth
+        ("all-gather", (f"bf16{rows}",)): 1,  # the depth's joined input
+        ("all-gather", (f"s32[{parts},2,{BATCH}]",)): 1,  # (value, id) of the draft
+        ("all-gather", (f"s32[{parts},2,{BATCH},{DRAFTS + 1}]",)): 1,  # and of the target
+    }
+    sampling = {
+        ("all-reduce", (f"f32[{BATCH},1]",)),  # sums of probabilities
+        ("all-reduce", (f"f32[{BATCH},32]",)),  # counts and sums for 32 candidates of a threshold
+        ("all-reduce", (f"f32[{2 * DRAFTS},{BATCH}]",)),  # p and q of the drafts
+        ("all-gather", (f"s32[{parts},2,{BATCH}]",)),
+    }
+    assert set(made(branches)) == sampling
+
+
+@pytest.mark.parametrize("program", [("prefill", "triton")], indirect=True)
+def test_a_chunk_scatters_before_each_convolution_and_gathers_behind_it(program):
+    stream, ring = f"bf16[{BATCH},{CHUNK},{H}]", f"bf16[{BATCH},{RING},{H}]"
+    assert made(program.collectives()) == {
+        ("reduce-scatter", (f"bf16[{BATCH},{CHUNK},{H // TENSOR}]",)): 2,  # attention, of the layer and of the depth
+        ("reduce-scatter", (f"bf16[{BATCH},{CHUNK},{H // TENSOR // EXPERT}]",)): 2,  # MLP
+        ("all-gather", (ring, stream)): 3,  # the ring rides along
+        ("all-gather", (stream,)): 1,  # the depth's joined input
+        ("all-gather", (ring,)): 1,  # nobody reads the last depth's stream
+    }
