@@ -20,15 +20,15 @@ CONFIG = replace(reference.BASE, num_layers=2, local_layers=(0,), mtp_depths=DRA
 
 
 class SmallPages(Engine):
-    """An engine whose sequences cross a page edge every 8 rows, and whose page pool is just large enough."""
+    """An engine whose sequences cross a page edge every few rows, and whose page pool is just large enough."""
 
-    width = 16
+    width, page = 16, PAGE
 
     def shape(self, needed: np.ndarray, drafts: int) -> CacheShape:
-        pages = -(-needed // PAGE)
+        pages = -(-needed // self.page)
         most = int(pages.reshape(self.groups, -1).sum(axis=1).max())
         width = max(self.width, int(pages.max()))
-        return CacheShape(len(needed), most * self.groups, width, drafts, PAGE, self.groups)
+        return CacheShape(len(needed), most * self.groups, width, drafts, self.page, self.groups)
 
 
 @cache
