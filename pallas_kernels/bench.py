@@ -77,7 +77,9 @@ def first_elements(tree: Any) -> jax.Array:
     return sum((leaf.ravel()[0].astype(jnp.float32) for leaf in leaves), start=jnp.zeros((), jnp.float32))
 
 
-def body(case: Case, implementation: Implementation | None, inputs: list, sweeping: bool) -> Callable[[int, Any], Any]:
+def body(
+    case: Case, implementation: Implementation | str | None, inputs: list, sweeping: bool
+) -> Callable[[int, Any], Any]:
     """One pass over all variants; with implementation None only what surrounds the op."""
 
     def run(_, carry):
@@ -98,7 +100,7 @@ def body(case: Case, implementation: Implementation | None, inputs: list, sweepi
     return run
 
 
-def measure(case: Case, implementation: Implementation, rate: float) -> float:
+def measure(case: Case, implementation: Implementation | str, rate: float) -> float:
     """Seconds of one call."""
     copies = min(MOST_COPIES, max(2, math.ceil(2 * SWEEP_BYTES / case.bytes_moved)))
     sweeping = copies * case.bytes_moved < 2 * SWEEP_BYTES
@@ -106,7 +108,7 @@ def measure(case: Case, implementation: Implementation, rate: float) -> float:
     steps = max(4, round(RUN_SECONDS / guess / copies))
     states, inputs = zip(*case.make(jax.random.key(0), copies), strict=True)
 
-    def loop(which: Implementation | None) -> float:
+    def loop(which: Implementation | str | None) -> float:
         buffer = jnp.zeros(SWEEP_BYTES // 4 if sweeping else 1, jnp.float32)
         own = jax.tree.map(jnp.copy, list(states))
 
@@ -125,7 +127,7 @@ def rows(ops: tuple[str, ...], rate: float) -> Iterator[dict[str, Any]]:
         for case in cases(op):
             floor = case.bytes_moved / rate
             row = {"op": op, "shape": case.shape, "floor_us": floor * 1e6}
-            for implementation in ("triton", "xla"):
+            for implementation in ("triton", "xla", *([case.rival] if case.rival else [])):
                 try:
                     taken = measure(case, implementation, rate)
                 except Exception as error:  # one shape's failure must not lose the others' figures
@@ -145,8 +147,10 @@ def show(row: dict[str, Any]) -> str:
     rate = f"{row['tflops']:7.0f} TFLOP/s" if row.get("tflops") else ""
     share = f"{row['share']:7.1%}" if "share" in row else "       "
     figures = f"{number('triton_us')} {number('xla_us')} {number('floor_us')} {share} {rate}"
+    named = ("triton_us", "xla_us", "floor_us")
+    rivals = [f"; {k.removesuffix('_us')} {row[k]:.1f} us" for k in row if k.endswith("_us") and k not in named]
     errors = [f"\n    {k}: {v.splitlines()[0]}" for k, v in row.items() if k.endswith("_error")]
-    return f"{row['op']:<20} {row['shape']:<34} {figures}{''.join(errors)}"
+    return f"{row['op']:<20} {row['shape']:<34} {figures}{''.join(rivals + errors)}"
 
 
 def main(argv: list[str] | None = None) -> int:

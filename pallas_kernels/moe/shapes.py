@@ -6,12 +6,14 @@ The bytes counted are those of the experts that the drawn ids hit. Variants shar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels._case import Case
 from pallas_kernels.fp4 import BLOCK_OF, FP4, VALUES_A_WORD
 from pallas_kernels.moe.api import moe
 
 HIDDEN, WIDTH, CHOSEN = 6144, 3072, 6
+RIVAL = "ragged_dot"
 BITS = {None: 16, "nvfp4": 4 + 8 / 16, "mxfp4": 4 + 8 / 32}  # a weight
 
 
@@ -33,6 +35,23 @@ def draw_weights(experts: int, form: str | None) -> tuple[jax.Array | FP4, jax.A
     return one(keys[0], (experts, 2, WIDTH, HIDDEN)), one(keys[1], (experts, HIDDEN, WIDTH))
 
 
+def with_ragged_dot(x: jax.Array, ids: jax.Array, weights: jax.Array, w13: jax.Array, w2: jax.Array) -> jax.Array:
+    """The same by `lax.ragged_dot_general` over rows sorted by expert: what JAX has for it."""
+    experts, (rows, chosen) = w13.shape[0], ids.shape
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat)
+    sizes = jnp.bincount(flat, length=experts).astype(jnp.int32)
+    axes = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0])
+
+    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return lax.ragged_dot_general(lhs, rhs, sizes, axes, preferred_element_type=jnp.float32)
+
+    gate, up = jnp.split(product(x[order // chosen], w13.reshape(experts, -1, w13.shape[-1])), 2, axis=-1)
+    each = product((jax.nn.silu(gate) * up).astype(x.dtype), w2)
+    each = jnp.zeros_like(each).at[order].set(each).reshape(rows, chosen, -1)
+    return jnp.sum(each * weights[..., None], axis=1).astype(x.dtype)
+
+
 def case(rows: int, experts: int, form: str | None) -> Case:
     def make(key, copies):
         w13, w2 = draw_weights(experts, form)
@@ -44,14 +63,16 @@ def case(rows: int, experts: int, form: str | None) -> Case:
         return variants
 
     def run(implementation, state, inputs):
+        if implementation == RIVAL:
+            return state, with_ragged_dot(*inputs)
         return state, moe(*inputs, implementation=implementation)
 
     hit = len(np.unique(draw_ids(rows, experts)))
     moved = hit * 3 * WIDTH * HIDDEN * BITS[form] / 8 + 2 * 2 * rows * HIDDEN
     flops = 2 * 3 * WIDTH * HIDDEN * rows * CHOSEN
-    return Case(
-        f"{form or 'bf16'}, rows {rows}, top {CHOSEN} of {experts}", make, run, bytes_moved=round(moved), flops=flops
-    )
+    name = f"{form or 'bf16'}, rows {rows}, top {CHOSEN} of {experts}"
+    rival = RIVAL if form is None else None
+    return Case(name, make, run, bytes_moved=round(moved), flops=flops, rival=rival)
 
 
 CASES = tuple(

@@ -13,6 +13,7 @@ import pallas_kernels
 from pallas_kernels import _dispatch
 from pallas_kernels.fp4 import BLOCK_OF, FP4
 from pallas_kernels.moe import triton
+from pallas_kernels.moe.shapes import with_ragged_dot
 from pallas_kernels.moe.tiles import choose_tiles
 from pallas_kernels.moe.unpack import Packing
 from tests.kernels.gpu_free import lower
@@ -405,3 +406,12 @@ def test_no_rows_give_no_rows(implementation):
     a = make(1, 4, 2)
     none = a | {name: a[name][:0] for name in ("x", "ids", "weights")}
     assert moe(**none, implementation=implementation).shape == (0, 96)
+
+
+def test_what_it_is_timed_against_computes_the_same():
+    rng = np.random.default_rng(0)
+    shapes = {"x": (9, 64), "weights": (9, 2), "w13": (6, 2, 32, 64), "w2": (6, 64, 32)}
+    arrays = {name: jnp.asarray(rng.standard_normal(shape) / 4, jnp.float32) for name, shape in shapes.items()}
+    ids = jnp.asarray(rng.integers(0, 6, (9, 2)), jnp.int32)
+    found = jax.jit(with_ragged_dot)(ids=ids, **arrays)
+    np.testing.assert_allclose(found, pallas_kernels.moe(ids=ids, **arrays, implementation="xla"), atol=1e-5)
