@@ -48,7 +48,7 @@ def loaded(path: str, dtype: str, implementation: Implementation | None = None) 
 def load_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading a checkpoint again would compile everything again."""
 
-    def again(path: str, dtype: str, quantization: str, implementation: Implementation | None) -> Inkling:
+    def again(path: str, dtype: str, implementation: Implementation | None, **_: object) -> Inkling:
         return loaded(path, dtype, implementation)
 
     monkeypatch.setattr(generate, "load", again)
