@@ -1,8 +1,6 @@
 """Which experts a row visits, and with which weights."""
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import Implementation, router
@@ -24,12 +22,5 @@ def route(
     `sigmoid(logit) + bias` (ties to the lowest index); the weights come from the un-biased logits of the chosen and
     the shared experts, a softmax over their log-sigmoids, times `scale`.
     """
-    experts = bias.shape[0]
     logits = linear(x.astype(jnp.float32), weight.astype(jnp.float32))
-    if implementation != "xla":
-        return router(logits, bias, scale, experts_per_token=experts_per_token, implementation=implementation)
-    scores = jax.nn.sigmoid(logits[:, :experts]) + bias
-    # top_k ranks NaN by its sign. It must be chosen, so that it reaches the logits and is reported.
-    _, ids = lax.top_k(jnp.where(jnp.isnan(scores), jnp.inf, scores), experts_per_token)
-    chosen = jnp.concatenate([jnp.take_along_axis(logits, ids, axis=1), logits[:, experts:]], axis=1)
-    return ids, jax.nn.softmax(jax.nn.log_sigmoid(chosen), axis=-1) * scale
+    return router(logits, bias, scale, experts_per_token=experts_per_token, implementation=implementation)

@@ -70,7 +70,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_drawn(monkeypatch):
         weights.random_parameters(CONFIG, "bfloat16", 0)
 
 
-@pytest.mark.skipif(not HAS_PLUGIN, reason="the wheels of jax[cuda13-local] are missing")
+@pytest.mark.skipif(not HAS_PLUGIN, reason="jax[cuda13-local] is for Linux on x86-64")
 def test_the_experts_of_a_wide_layer_are_drawn_in_place(tmp_path):
     """Compiled for an H200: 4.8 GB in, the same 4.8 GB out, and a block of scratch."""
     experts = jax.ShapeDtypeStruct((64, 2, 3072, 6144), jnp.bfloat16)

@@ -35,7 +35,7 @@ def program(tmp_path_factory) -> Program:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not HAS_PLUGIN, reason="the wheels of jax[cuda13-local] are missing"),
+    pytest.mark.skipif(not HAS_PLUGIN, reason="jax[cuda13-local] is for Linux on x86-64"),
 ]
 
 

@@ -41,7 +41,7 @@ def test_each_card_is_known(arch):
     assert why_not_triton(where) is None
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="the triton wheel is not installed")
+@pytest.mark.skipif(not HAS_TRITON, reason="the triton wheel is for Linux on x86-64")
 @pytest.mark.parametrize("arch", DEVICES)
 @pytest.mark.parametrize("case", ONE_EACH)
 def test_machine_code_fits_the_card(case, arch):

@@ -12,7 +12,7 @@ from tests.kernels.gpu_free import DEVICES, HAS_TRITON, MachineCode, kernels, lo
 PATHS = {"nvfp4 decode": (8, "nvfp4", DEVICES, 0), "bf16 prefill": (8192, None, ("sm_80", "sm_90", "gfx942"), 8)}
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="the triton wheel is not installed")
+@pytest.mark.skipif(not HAS_TRITON, reason="the triton wheel is for Linux on x86-64")
 @pytest.mark.parametrize(("name", "arch"), [(name, arch) for name, path in PATHS.items() for arch in path[2]])
 def test_machine_code_fits_the_card(name, arch):
     rows, form, _, spilled = PATHS[name]
