@@ -15,7 +15,7 @@ import numpy as np
 from ..cache import CacheShape, make_cache
 from ..compilation import announce
 from ..config import InklingConfig
-from ..decode.engine import Engine, chunk_rows
+from ..decode.engine import Engine
 from ..decode.request import Request
 from ..decode.session import Session
 from ..decode.state import DecodeState, Settings
@@ -139,15 +139,15 @@ def prefill(engine: Engine, rate: float, effort: Effort, tokens: int, drafts: in
 
     times, compiling = _repeat(run, effort, f"prefill-{tokens}")
     seconds = statistics.median(times)
-    chunk = chunk_rows(tokens, 1)
+    chunks = [size for _, size in engine.chunks(tokens, 1)]
     return {
         "ms": 1e3 * seconds,
         "ms_windows": [1e3 * t for t in times],
         "tokens_per_second": tokens / seconds,
         "tflops": prefill_flops(engine.config, tokens) / seconds / 1e12,
-        "chunk": chunk,
+        "chunks": chunks,
         "compile_seconds": compiling,
-        **_limit(prefill_bytes(engine.config, engine.dtype, tokens, chunk, drafts), rate, seconds),
+        **_limit(prefill_bytes(engine.config, engine.dtype, tokens, chunks, drafts), rate, seconds),
         "memory": device_memory(),
     }
 
@@ -167,8 +167,8 @@ def first_token(engine: Engine, rate: float, effort: Effort, tokens: int, drafts
     seconds = statistics.median(times)
     sizes = decode_bytes(engine.config, engine.dtype, 1, tokens, drafts, _uniform(engine.config, drafts + 1))
     if tokens > 1:
-        chunk = chunk_rows(tokens - 1, 1)
-        read = prefill_bytes(engine.config, engine.dtype, tokens - 1, chunk, drafts)
+        chunks = [size for _, size in engine.chunks(tokens - 1, 1)]
+        read = prefill_bytes(engine.config, engine.dtype, tokens - 1, chunks, drafts)
         sizes = {name: size + read.get(name, 0.0) for name, size in sizes.items()}
     return {
         "ms": 1e3 * seconds,

@@ -56,17 +56,22 @@ def decode_bytes(
     return sizes
 
 
-def prefill_bytes(config: InklingConfig, dtype: DTypeLike, tokens: int, chunk: int, drafts: int) -> dict[str, float]:
-    """Bytes of a prefill of one sequence in chunks, by part: every chunk reads all weights but the LM head.
+def prefill_bytes(
+    config: InklingConfig, dtype: DTypeLike, tokens: int, chunks: Sequence[int], drafts: int
+) -> dict[str, float]:
+    """Bytes of a prefill of one sequence in steps of so many rows, by part: each reads all weights but the LM head.
 
-    A chunk is taken to hit as many experts as it would under uniform routing.
+    A step is taken to hit as many experts as its real rows would under uniform routing.
     """
     abstract = abstract_parameters(config, dtype)
-    starts = range(0, tokens, chunk)
-    hits = [uniform_hits(config, min(chunk, tokens))] * (config.num_layers - len(config.dense_layers))
-    sizes = _backbone(config, abstract, hits)
-    sizes["depths"] = sum(_bytes(x) for path, x in abstract.items() if _drafts(path, drafts))
-    sizes = {name: len(starts) * size for name, size in sizes.items()}
+    starts = [sum(chunks[:i]) for i in range(len(chunks))]
+    moe_layers = config.num_layers - len(config.dense_layers)
+    sizes: dict[str, float] = dict.fromkeys(_PARTS.values(), 0.0)
+    for start, chunk in zip(starts, chunks, strict=True):
+        hits = [uniform_hits(config, min(chunk, tokens - start))] * moe_layers
+        for name, size in _backbone(config, abstract, hits).items():
+            sizes[name] += size
+        sizes["depths"] += sum(_bytes(x) for path, x in abstract.items() if _drafts(path, drafts))
     sizes["embedding"] = tokens * (1 + drafts) * _row(abstract["embed.weight"])
     shapes = _attentions(config) + _depth_attentions(config, drafts)
     rows = sum(_kv(shape, start, 0) for shape in shapes for start in starts)

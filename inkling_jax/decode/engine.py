@@ -33,6 +33,7 @@ from .request import Request
 from .state import FULL, RUNNING, DecodeState, Settings
 
 PREFILL_CHUNKS = (32, 128, 512)
+LARGE_CHUNKS = (2048, 8192)  # on the kernels: there a step of 512 rows waits for the weights of the experts
 LEAST_CAPACITY = 1024
 LEAST_STOPS = 16
 
@@ -45,11 +46,24 @@ def bucket(n: int, least: int) -> int:
     return -(-n // step) * step
 
 
-def chunk_rows(longest: int, batch: int) -> int:
-    """Rows of a prefill step: enough for the longest prompt, bounded so that a large batch does not fill memory."""
-    most = max(PREFILL_CHUNKS[0], 4096 // batch)
-    fitting = [size for size in PREFILL_CHUNKS if size <= most]
-    return next((size for size in fitting if size >= longest), fitting[-1])
+def chunk_sizes(implementation: Implementation, batch: int) -> list[int]:
+    """Rows that a step over a prompt may have, bounded so that a large batch does not fill memory."""
+    sizes = PREFILL_CHUNKS if implementation == "xla" else PREFILL_CHUNKS + LARGE_CHUNKS
+    most = max(PREFILL_CHUNKS[0], (4096 if implementation == "xla" else LARGE_CHUNKS[-1]) // batch)
+    return [size for size in sizes if size <= most]
+
+
+def make_chunks(rows: int, sizes: list[int]) -> list[tuple[int, int]]:
+    """Start and size of the steps that cover so many rows: the largest that fit, then one that is more than half full."""
+    steps, start = [], 0
+    while start < rows:
+        left = rows - start
+        enough = next((size for size in sizes if size >= left), None)
+        if enough is None or (enough > sizes[0] and 2 * left <= enough):
+            enough = max(size for size in sizes if size <= left)
+        steps.append((start, enough))
+        start += enough
+    return steps
 
 
 class Engine:
@@ -138,6 +152,10 @@ class Engine:
             accepted=self.place(np.zeros((batch, drafts), np.int32)),
         )
         return state, jax.tree.map(self.place, _settings(requests, batch, self.config))
+
+    def chunks(self, rows: int, batch: int) -> list[tuple[int, int]]:
+        """Start and size of the prefill steps over the `rows` first rows of a batch of prompts."""
+        return make_chunks(rows, chunk_sizes(self.implementation, batch // self.groups))
 
     @property
     def groups(self) -> int:

@@ -54,12 +54,12 @@ def test_a_context_below_the_window_is_read_once():
 
 
 def test_a_prefill_reads_the_weights_once_a_chunk():
-    sizes = prefill_bytes(CONFIG, "bfloat16", tokens=40, chunk=16, drafts=0)
+    sizes = prefill_bytes(CONFIG, "bfloat16", tokens=40, chunks=[16, 16, 16], drafts=0)
     assert {name: sizes[name] for name in BACKBONE} == {name: 3 * size for name, size in BACKBONE.items()}
     assert sizes["experts"] == pytest.approx(3 * 2 * 2 * EXPERT * 5 * (1 - 0.6**16))
     assert sizes["kv"] == 2 * (2 * 2 * 4 * (16 + 32) + 2 * 2 * 3 * 2 * (4 + 4))
     assert sizes["lm_head"] == sizes["depths"] == 0 and sizes["embedding"] == 40 * 24
-    depths = prefill_bytes(CONFIG, "bfloat16", tokens=40, chunk=16, drafts=2)["depths"]
+    depths = prefill_bytes(CONFIG, "bfloat16", tokens=40, chunks=[16, 16, 16], drafts=2)["depths"]
     assert depths == 3 * 2 * (2 * (2 * 12 + 24 * 12 + DENSE + AROUND) + GLOBAL + LOCAL + 12)
 
 
