@@ -7,6 +7,7 @@ model.
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from .state import FULL, RUNNING, DecodeState, Settings
 
 PREFILL_CHUNKS = (32, 128, 512)
 LARGE_CHUNKS = (2048, 8192)  # on the kernels: there a step of 512 rows waits for the weights of the experts
+GRAPHED = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "CONDITIONAL", "DYNAMIC_SLICE_FUSION")  # by default
 LEAST_CAPACITY = 1024
 LEAST_STOPS = 16
 
@@ -119,9 +121,10 @@ class Engine:
             return on_shards(step, leaves, cache, tokens, length, start, logits=True)
 
         self.model = model
-        self.prefill = jax.jit(run_prefill, donate_argnums=1, static_argnames=("chunk", "drafts"))
-        self.decode = jax.jit(run_decode, donate_argnums=1, static_argnames=("drafts",))
-        self.teacher_forced = jax.jit(run_teacher_forced, donate_argnums=1, static_argnames=("chunk", "depth"))
+        jit = partial(jax.jit, donate_argnums=1, compiler_options=compiler_options(mesh))
+        self.prefill = jit(run_prefill, static_argnames=("chunk", "drafts"))
+        self.decode = jit(run_decode, static_argnames=("drafts",))
+        self.teacher_forced = jit(run_teacher_forced, static_argnames=("chunk", "depth"))
 
     def start(self, requests: list[Request], drafts: int) -> tuple[DecodeState, Settings]:
         """The state and settings of a batch, padded to a bucket with sequences that are already full."""
@@ -210,6 +213,19 @@ class Engine:
             return math.prod(own) * leaf.dtype.itemsize
 
         return sum(jax.tree.leaves(jax.tree.map(size, cache, specs(cache))))
+
+
+def compiler_options(mesh: Mesh | None) -> dict[str, str] | None:
+    """Captures collectives into the graph of a step, so that the host launches once a round on a mesh too.
+
+    XLA's list of what a graph may hold leaves them out. None where no GPUs talk, or where XLA_FLAGS has a list of its
+    own.
+    """
+    if mesh is None or mesh.size == 1 or mesh.devices.flat[0].platform == "cpu":
+        return None
+    if "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", ""):
+        return None
+    return {"xla_gpu_enable_command_buffer": ",".join([*GRAPHED, "COLLECTIVES"])}
 
 
 def _placed(array: Array | jax.ShapeDtypeStruct, where: NamedSharding) -> Array | jax.ShapeDtypeStruct:
