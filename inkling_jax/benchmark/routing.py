@@ -13,7 +13,6 @@ from ..decode.engine import Engine
 from ..decode.loop import one_round, pick
 from ..decode.state import DecodeState, Settings
 from ..nn import InklingModel
-from ..ops import route
 
 EXTRA_ROUNDS = 4  # beside the timed ones: too few to cost time, enough for a mean
 
@@ -31,12 +30,10 @@ class Watched:
         self._moe, self._seen = moe, seen
 
     def __call__(self, x: Float[Array, "B T H"], rows: Rows) -> Float[Array, "B T H"]:
-        moe, router = self._moe, self._moe.router
-        flat, scale = x.reshape(-1, x.shape[-1]), moe.route_scale * router.scale[0]
-        operands = flat, router.weight[...], router.bias[...], scale, moe.experts_per_token
-        ids, _ = route(*operands, rows.implementation)
+        router = self._moe.router
+        ids, _ = router(x.reshape(-1, x.shape[-1]), rows.implementation)
         self._seen.append(experts_hit(ids, rows.real(x.shape[1]).reshape(-1), router.bias[...].shape[0]))
-        return moe(x, rows)
+        return self._moe(x, rows)
 
 
 def watch(model: InklingModel) -> list[Int[Array, ""]]:

@@ -40,8 +40,7 @@ def _draw(path: str, spec: jax.ShapeDtypeStruct, seed: np.uint32) -> Array:
         return jnp.full(spec.shape, float(name == "scale"), spec.dtype)
     if path.endswith("norm.weight"):
         return jnp.ones(spec.shape, spec.dtype)
-    fan_in = spec.shape[0] if name == "rel_proj" else spec.shape[-1]
-    return fill(jnp.zeros(spec.shape, spec.dtype), seed, 1 / math.sqrt(fan_in))
+    return fill(jnp.zeros(spec.shape, spec.dtype), seed, 1 / math.sqrt(spec.shape[-1]))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

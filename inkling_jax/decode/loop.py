@@ -149,8 +149,9 @@ def propose(
 def verify(model: InklingModel, state: DecodeState, drafts: int) -> tuple[DecodeState, Logits]:
     """The target over the last committed token and the drafts: row j gives the logits for position length + j."""
     rows = state.cache.rows(state.length - 1, jnp.where(state.status == RUNNING, drafts + 1, 0))
-    # At least two rows: the CPU multiplies a single one in another order than several, and rounds it otherwise.
-    tokens = _tokens(state.tokens, state.length - 1, max(drafts + 1, 2))
+    # Off the card at least two rows: the CPU multiplies one in another order than several, and rounds it otherwise.
+    new = drafts + 1 if state.cache.implementation == "triton" else max(drafts + 1, 2)
+    tokens = _tokens(state.tokens, state.length - 1, new)
     h, cache = model.hidden(model.embed(tokens, rows), rows, state.cache)
     state = dataclasses.replace(state, cache=_some(cache), hidden=state.hidden.write(h, rows))
     return state, Logits.of(model.logits(h)[:, : drafts + 1], model.unembed.real)
