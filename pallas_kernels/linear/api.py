@@ -18,11 +18,12 @@ def linear(
     x: Float[Array, "M I"],
     weights: Float[Array, "O I"] | Sequence[Float[Array, "_ I"]],
     *,
+    scale: Float[Array, ""] | None = None,
     outputs: int | None = None,
     out_dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "M O"]:
-    """`x @ w.T`, accumulated in float32 and rounded once to `out_dtype` (default: the dtype of `x`).
+    """`x @ w.T * scale`, in float32 and rounded once to `out_dtype` (default: the dtype of `x`).
 
     Several weights [O_i, I] give their products side by side, in one launch and with no copy of the weights. With
     `outputs` only so many of the columns are made, the first. Up to 128 rows a row's result is bitwise the same
@@ -38,10 +39,13 @@ def linear(
     dtype = jax.numpy.dtype(out_dtype or x.dtype)
     if dtype not in [jax.numpy.dtype(d) for d in FLOATS]:
         raise ValueError(f"{OP}: out_dtype is {dtype}; expected bfloat16 or float16 or float32")
+    if scale is not None:
+        check_shape(OP, "scale", scale, ())
+        check_float(OP, "scale", scale)
     chosen = resolve(OP, implementation)
     if chosen == "xla" or not 1 <= x.shape[0] <= ROWS:
-        return linear_reference(x, weights, outputs, dtype)
-    return linear_triton(x, weights, outputs, dtype, chosen)
+        return linear_reference(x, weights, scale, outputs, dtype)
+    return linear_triton(x, weights, scale, outputs, dtype, chosen)
 
 
 def linear_swiglu(

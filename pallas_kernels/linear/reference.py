@@ -17,11 +17,19 @@ def product(x: Float[Array, "M I"], w: Float[Array, "O I"]) -> Float[Array, "M O
 
 
 def linear_reference(
-    x: Float[Array, "M I"], weights: Sequence[Float[Array, "_ I"]], outputs: int, out_dtype: DTypeLike
+    x: Float[Array, "M I"],
+    weights: Sequence[Float[Array, "_ I"]],
+    scale: Float[Array, ""] | None,
+    outputs: int,
+    out_dtype: DTypeLike,
 ) -> Float[Array, "M O"]:
-    """The first `outputs` columns of the products side by side, each rounded once."""
-    products = [product(x, w).astype(out_dtype) for w in weights]
-    return jnp.concatenate(products, axis=1)[:, :outputs]
+    """The first `outputs` columns of the products side by side, times `scale`, each rounded once."""
+
+    def one(w: Float[Array, "O I"]) -> Float[Array, "M O"]:
+        y = product(x, w)
+        return (y if scale is None else y * scale.astype(jnp.float32)).astype(out_dtype)
+
+    return jnp.concatenate([one(w) for w in weights], axis=1)[:, :outputs]
 
 
 def swiglu_reference(x: Float[Array, "M H"], w13: Float[Array, "2 F H"]) -> Float[Array, "M F"]:

@@ -29,7 +29,9 @@ def choose_tiles(rows: int, outputs: int, inputs: int, parts: int, itemsize: int
         return Tiles(16, 32, 32, 4, 2)
     least = 16 if where.platform == "rocm" else 8
     tile = min(max(next_power_of_2(rows), least), ROWS)
-    tiles = Tiles(tile, 32 // parts, 256 if tile <= 16 else 128, 2, 4)
+    if not where.shared_memory:  # the interpreter: a CPU's order of K follows the size of its operands
+        tile = 16
+    tiles = Tiles(tile, 32 // parts, 128, 2, 4)
     if where.platform == "rocm":
         tiles = replace(tiles, num_warps=max(tiles.num_warps // 2, 1), num_stages=2)
     while tiles.num_stages > 2 and tiles.buffers(parts, itemsize) > where.shared_memory > 0:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
 
 from pallas_kernels import _dispatch as dispatch
 from pallas_kernels._flash import dot_transposed, every
@@ -33,6 +34,7 @@ class Plan:
     inputs: int
     sizes: tuple[int, ...]
     parts: int
+    scaled: bool = False
 
     @property
     def counts(self) -> list[int]:
@@ -56,18 +58,21 @@ def inside(index: jax.Array, size: int, tile: int) -> jax.Array | None:
     return None if size % tile == 0 else index < size
 
 
+def column(mask: jax.Array | None) -> jax.Array | None:
+    return None if mask is None else mask[:, None]
+
+
 def multiply(plan: Plan, x_ref, w_ref, row: jax.Array, out: jax.Array, size: int) -> list[jax.Array]:
     """The tile [outputs, rows] of each part's w x^T, in float32."""
     tiles = plan.tiles
-    live, real = inside(row, plan.rows, tiles.rows), inside(out, size, tiles.outputs)
-    live, real = live if live is None else live[:, None], real if real is None else real[:, None]
+    live, real = column(inside(row, plan.rows, tiles.rows)), column(inside(out, size, tiles.outputs))
 
     def body(i, sums):
         k = i * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
         cut = inside(k, plan.inputs, tiles.depth)
-        cut = cut if cut is None else cut[None]
         x = load(x_ref, (row[:, None], k[None]), (tiles.rows, tiles.depth), live, cut)
-        ws = [load(w_ref, (p, out[:, None], k[None]), (tiles.outputs, tiles.depth), real, cut) for p in range(plan.parts)]
+        at, shape = (out[:, None], k[None]), (tiles.outputs, tiles.depth)
+        ws = [load(w_ref, (p, *at), shape, real, cut) for p in range(plan.parts)]
         return [s + dot_transposed(w, x) for s, w in zip(sums, ws, strict=True)]
 
     zeros = [jnp.zeros((tiles.outputs, tiles.rows), jnp.float32)] * plan.parts
@@ -75,8 +80,9 @@ def multiply(plan: Plan, x_ref, w_ref, row: jax.Array, out: jax.Array, size: int
 
 
 def linear_kernel(x_ref, *refs, plan: Plan):
-    """refs: the weights [parts, outputs, inputs], then the output [rows, all outputs]."""
+    """refs: the weights [parts, outputs, inputs], a scale [1] if there is one, then the output [rows, all outputs]."""
     *w_refs, out_ref = refs
+    scale = w_refs.pop()[0].astype(jnp.float32) if plan.scaled else None
     tiles, tile = plan.tiles, pl.program_id(1)
     row = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
 
@@ -84,10 +90,10 @@ def linear_kernel(x_ref, *refs, plan: Plan):
         out = (tile - first_tile) * tiles.outputs + jnp.arange(tiles.outputs, dtype=jnp.int32)
         sums = multiply(plan, x_ref, w_ref, row, out, size)
         y = sums[0] if plan.parts == 1 else sums[0] * jax.nn.sigmoid(sums[0]) * sums[1]
+        y = y if scale is None else y * scale
         live, real = inside(row, plan.rows, tiles.rows), inside(out, size, tiles.outputs)
-        masks = [m for m in (live if live is None else live[:, None], real if real is None else real[None]) if m is not None]
-        at = row[:, None], (first + out)[None]
-        plt.store(out_ref.at[at], y.T.astype(out_ref.dtype), mask=every(masks, (tiles.rows, tiles.outputs)))
+        mask = every([m for m in (column(live), real) if m is not None], (tiles.rows, tiles.outputs))
+        plt.store(out_ref.at[row[:, None], (first + out)[None]], y.T.astype(out_ref.dtype), mask=mask)
 
     first_tile = first = 0
     for w_ref, size, count in zip(w_refs, plan.sizes, plan.counts, strict=True):
@@ -100,9 +106,13 @@ def linear_kernel(x_ref, *refs, plan: Plan):
 
 
 def launch(
-    x: jax.Array, weights: Sequence[jax.Array], plan: Plan, out_dtype, implementation: dispatch.Implementation
+    plan: Plan,
+    x: jax.Array,
+    operands: Sequence[jax.Array],
+    out_dtype: DTypeLike,
+    implementation: dispatch.Implementation,
 ) -> jax.Array:
-    """Weights [parts, outputs, inputs]; the result [rows, all outputs]."""
+    """The operands: weights [parts, outputs, inputs] and the scale; the result [rows, all outputs]."""
     call = dispatch.pallas_call(
         functools.partial(linear_kernel, plan=plan),
         op="linear",
@@ -112,27 +122,34 @@ def launch(
         num_warps=plan.tiles.num_warps,
         num_stages=plan.tiles.num_stages,
     )
-    return call(x, *weights)
+    return call(x, *operands)
 
 
-def make_plan(x: jax.Array, sizes: Sequence[int], parts: int) -> Plan:
+def make_plan(x: jax.Array, sizes: Sequence[int], parts: int, scaled: bool = False) -> Plan:
     rows, inputs = x.shape
     tiles = choose_tiles(rows, parts * sum(sizes), inputs, parts, x.dtype.itemsize, dispatch.target())
-    return Plan(tiles, rows, inputs, tuple(sizes), parts)
+    return Plan(tiles, rows, inputs, tuple(sizes), parts, scaled)
 
 
 def linear_triton(
-    x: jax.Array, weights: Sequence[jax.Array], outputs: int, out_dtype, implementation: dispatch.Implementation
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    scale: jax.Array | None,
+    outputs: int,
+    out_dtype: DTypeLike,
+    implementation: dispatch.Implementation,
 ) -> jax.Array:
     """The kernel's call; shapes as in the reference."""
     sizes, left = [], outputs
     for w in weights:
         sizes.append(min(w.shape[0], left))
         left -= sizes[-1]
-    used = [w[None] for w, size in zip(weights, sizes, strict=True) if size > 0]
-    return launch(x, used, make_plan(x, [s for s in sizes if s > 0], 1), out_dtype, implementation)
+    operands = [w[None] for w, size in zip(weights, sizes, strict=True) if size > 0]
+    operands += [] if scale is None else [scale.reshape(1)]
+    plan = make_plan(x, [s for s in sizes if s > 0], 1, scale is not None)
+    return launch(plan, x, operands, out_dtype, implementation)
 
 
 def swiglu_triton(x: jax.Array, w13: jax.Array, implementation: dispatch.Implementation) -> jax.Array:
     """The kernel's call; shapes as in the reference."""
-    return launch(x, [w13], make_plan(x, [w13.shape[1]], 2), x.dtype, implementation)
+    return launch(make_plan(x, [w13.shape[1]], 2), x, [w13], x.dtype, implementation)
