@@ -18,13 +18,13 @@ def precision(dtype: DTypeLike) -> lax.Precision:
 
 def linear(
     x: Float[Array, "*rows I"],
-    w: Float[Array, "O I"] | Sequence[Float[Array, "_ I"]],
+    w: Float[Array, "_ I"] | Sequence[Float[Array, "_ I"]],
     out_dtype: DTypeLike | None = None,
     *,
     scale: Float[Array, ""] | None = None,
     outputs: int | None = None,
     implementation: kernels.Implementation = "xla",
-) -> Float[Array, "*rows O"]:
+) -> Float[Array, "*rows _"]:
     """`x @ w.T * scale`, accumulated in float32 and rounded once to `out_dtype` (default: that of `x`).
 
     Several weights give their products side by side; with `outputs` only the first so many columns are made. The
