@@ -7,7 +7,9 @@ wherever there is no mesh, each function here is the identity and leaves no trac
 import math
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Shaped
 
 from .sharding import TABLE
@@ -30,6 +32,11 @@ def parts(axis: str | None) -> int:
     """Over how many devices a dimension of this logical axis is split; 1 outside of a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[name] for name in _names(axis))
+
+
+def summand_dtype(axis: str | None, dtype: DTypeLike) -> DTypeLike:
+    """The dtype of this device's part of a sum over `axis`: float32, rounded once it is whole; `dtype` if it is."""
+    return jnp.float32 if parts(axis) > 1 else dtype
 
 
 def index(axis: str | None) -> Int[Array, ""] | int:
