@@ -139,9 +139,12 @@ def held(
     dtype: DTypeLike = "bfloat16",
 ) -> dict[str, int]:
     """Bytes of every parameter, by its dotted path, on each device of a mesh. Raises ValueError as `plan` does."""
-    where: Any = shardings(config, AbstractMesh(tuple(_sizes(mesh or {}).values()), AXES), quantization)  # type: ignore[arg-type]
+    devices: Any = AbstractMesh(tuple(_sizes(mesh or {}).values()), AXES)
+    where = shardings(config, devices, quantization)
     abstract = abstract_parameters(config, dtype, quantization)
-    return {path: math.prod(where[path].shard_shape(spec.shape)) * spec.dtype.itemsize for path, spec in abstract.items()}
+    return {
+        path: math.prod(where[path].shard_shape(spec.shape)) * spec.dtype.itemsize for path, spec in abstract.items()
+    }
 
 
 def _sizes(mesh: Mapping[str, int]) -> dict[str, int]:

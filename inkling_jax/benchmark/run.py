@@ -65,7 +65,7 @@ def bench(
         as far as the model's context reaches. drafts: MTP drafts a round, by default 0 and 1.
     rows: in place of these three, (sequences, context, drafts) of each row to decode, in this order.
     parts: of "decode", "prefill" (`prefill_tokens`, one number or several, by default 8192) and "ttft" (the time to the
-        first token after `prompt_tokens`, by default 1024); the last two with the first of `drafts`, or none with `rows`.
+        first token after `prompt_tokens`, by default 1024); the last two with the first of `drafts`, with `rows` none.
     quantization: "nvfp4" or "mxfp4" for routed experts in 4 bits, in the layers that `quantize` would choose.
     mesh: how many devices to spread over, as {"tensor": 2}, or a `Mesh`, as for `load`.
     rounds, windows: a figure is the median of `windows` timings, each of one call that runs `rounds` rounds.
@@ -187,6 +187,8 @@ def _quantization(config: InklingConfig, format: Format | None) -> Quantization 
         return None
     quantization = Quantization(format, quantized_layers(config))
     quantization.check(config)
+    if not quantization.layers:
+        raise ValueError("quantization: the first layer with routed experts stays as it is, and there is no other")
     return quantization
 
 

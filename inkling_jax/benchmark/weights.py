@@ -108,7 +108,8 @@ def e8m0(bits: UInt32[Array, "..."], scale: Float[Array, ""]) -> UInt32[Array, "
     """One of the two powers of two around `scale`, the larger so often that the mean square is scale^2."""
     low = jnp.floor(jnp.log2(scale))
     larger = (jnp.square(scale * jnp.exp2(-low)) - 1) / 3
-    return (127 + low).astype(jnp.uint32) + ((bits >> 8).astype(jnp.float32) * np.float32(2**-24) < larger)
+    chosen = (bits >> 8).astype(jnp.float32) * np.float32(2**-24) < larger
+    return (127 + low).astype(jnp.uint32) + chosen.astype(jnp.uint32)
 
 
 @functools.partial(jax.jit, static_argnames=("draw", "where"), donate_argnums=0)

@@ -99,10 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in (_QUICK if arguments.quick else _DEFAULTS).items():
         if getattr(arguments, name) is None and name not in given:
             setattr(arguments, name, value)
-    names = (*_POINTS, "rows", "prefill_tokens", "prompt_tokens", "rounds", "windows", "dtype", "quantization", "mesh", "implementation")
+    names = (*_POINTS, "rows", "prefill_tokens", "prompt_tokens", "rounds", "windows", "dtype", "quantization", "mesh")
     report = bench(
         arguments.model or arguments.config or "slice-8",
-        **{name: getattr(arguments, name) for name in (*names, "seed", "profile")},
+        **{name: getattr(arguments, name) for name in (*names, "implementation", "seed", "profile")},
         parts=arguments.only,
         routing=arguments.routing == "measured",
         progress=_Printer(arguments.json),
