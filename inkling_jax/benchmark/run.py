@@ -186,9 +186,9 @@ def _quantization(config: InklingConfig, format: Format | None) -> Quantization 
     if format is None:
         return None
     quantization = Quantization(format, quantized_layers(config))
-    quantization.check(config)
     if not quantization.layers:
         raise ValueError("quantization: the first layer with routed experts stays as it is, and there is no other")
+    quantization.check(config)
     return quantization
 
 

@@ -30,7 +30,7 @@ def wholes(least: int) -> Callable[[str], list[int]]:
 
 
 def points(text: str) -> list[tuple[int, int, int]]:
-    """Rows of a table separated by commas: sequences x tokens, and + drafts if there are any, as in 1x1024,64x1024+1."""
+    """Rows of a table separated by commas: sequences x tokens, and + drafts if there are any: 1x1024,64x1024+1."""
     rows = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:\+(\d+))?", part) for part in text.split(",")]
     if not all(rows):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of rows like 1x1024,64x1024+1")

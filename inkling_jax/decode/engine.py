@@ -229,7 +229,7 @@ def free_memory(array: Array) -> int | None:
     return free_bytes(array.addressable_shards[0].device)
 
 
-def free_bytes(device: jax.Device) -> int | None:
+def free_bytes(device: Any) -> int | None:
     """Bytes free on a device, or None where it does not say."""
     if device.platform == "cpu":
         return psutil.virtual_memory().available

@@ -68,7 +68,8 @@ def unpacked(params, dtype: str):
     weights = {path.rpartition(".")[0] for path in params if path.endswith(".codes")}
     plain = {path: x for path, x in params.items() if path.rpartition(".")[0] not in weights}
     for weight in weights:
-        packed = FP4(*(params[f"{weight}.{leaf}"] for leaf in ("codes", "scales", "expert_scale")), "nvfp4")
+        codes, scales, expert_scale = (params[f"{weight}.{leaf}"] for leaf in ("codes", "scales", "expert_scale"))
+        packed = FP4(codes, scales, expert_scale, "nvfp4")
         plain[weight] = dequantize(packed, dtype)
     return plain
 
