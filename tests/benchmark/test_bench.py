@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import inkling_jax
 from inkling_jax.benchmark import measure, run
@@ -21,6 +22,7 @@ from inkling_jax.decode.engine import Engine
 from inkling_jax.decode.state import RUNNING
 from inkling_jax.nn import abstract_parameters
 from inkling_jax.planning import held
+from inkling_jax.sharding import make_mesh
 from tests import reference
 
 CONFIG = replace(reference.BASE, num_layers=1, local_layers=(), dense_layers=(), mtp_depths=1, mtp_local=(0,))
@@ -34,13 +36,17 @@ def known_rate(monkeypatch):
     monkeypatch.setattr(run, "enable_cache", lambda: None)
 
 
+def engine_on(mesh: Mesh | None) -> Engine:
+    """A router that knows four of the eight experts: a bias outweighs the scores of the others."""
+    bias = jnp.zeros(8, jnp.float32).at[jnp.array([1, 4, 5, 6])].set(9)
+    with jax.numpy_dtype_promotion("strict"):  # as in every test: what is compiled here is theirs too
+        params = random_parameters(CONFIG, "float32", 0, None, mesh) | {"layers.0.mlp.router.bias": bias}
+    return Engine(CONFIG, params, "float32", mesh=mesh)
+
+
 @pytest.fixture(scope="module")
 def engine():
-    """A router that knows four of the eight experts: a bias outweighs the scores of the others."""
-    bias = jnp.zeros(8, jnp.float32).at[jnp.array([1, 3, 4, 6])].set(9)
-    with jax.numpy_dtype_promotion("strict"):  # as in every test: what is compiled here is theirs too
-        params = random_parameters(CONFIG, "float32", 0) | {"layers.0.mlp.router.bias": bias}
-    return Engine(CONFIG, params, "float32")
+    return engine_on(None)
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +114,24 @@ def test_experts_that_are_hit_are_counted(decoded):
     assert 3 < found["hit"] <= 4 and found["hit_if_uniform"] == pytest.approx(8 * (1 - (5 / 8) ** 6))
 
 
+def test_on_a_mesh_the_busiest_device_counts():
+    """Two sequences on each of two groups, half of the experts on each of two devices: three of the four are there."""
+    steps = engine_on(make_mesh({"data": 2, "expert": 2}))
+    row = measure.decode(steps, RATE, EFFORT, measure.Hits(True, {}), sequences=3, context=40, drafts=1)
+    found = row["routing"]
+    assert (found["rows"], found["experts"]) == (4, 4) and 2 < found["hit"] <= 3
+    assert found["hit_if_uniform"] == pytest.approx(4 * (1 - (5 / 8) ** 4))
+    length = 40 + (3 * row["tokens_per_round"] - 1) / 2
+    mesh = {"data": 2, "expert": 2}
+    assert row["bytes"] == pytest.approx(decode_bytes(CONFIG, "float32", 3, length, 1, found["hit_by_layer"], mesh))
+
+
 def test_distinct_experts_of_the_valid_rows():
     ids = jnp.array([[0, 1], [1, 2], [5, 6]], jnp.int32)
     assert int(experts_hit(ids, jnp.array([True, True, True]), 8)) == 5
     assert int(experts_hit(ids, jnp.array([True, True, False]), 8)) == 3
     assert int(experts_hit(ids, jnp.zeros(3, bool), 8)) == 0
+    assert int(experts_hit(ids - 4, jnp.ones(3, bool), 2)) == 1  # those of a device that holds the experts 4 and 5
 
 
 def test_sequences_stand_in_the_middle_of_random_rows(engine):
