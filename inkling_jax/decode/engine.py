@@ -56,7 +56,7 @@ def chunk_sizes(implementation: Implementation, batch: int) -> list[int]:
 
 
 def make_chunks(rows: int, sizes: list[int]) -> list[tuple[int, int]]:
-    """Start and size of the steps that cover so many rows: the largest that fit, then one that is more than half full."""
+    """Start and size of the steps over so many rows: the largest that fit, then one that is more than half full."""
     steps, start = [], 0
     while start < rows:
         left = rows - start
@@ -99,13 +99,15 @@ class Engine:
         def model(leaves: list[Array]) -> InklingModel:
             return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
-        def on_shards(step: Callable[..., Any], leaves: list[Array], *arrays: Any, logits: bool = False) -> Any:
-            """A step on each device. It returns a state split as the first array, behind `logits` if it makes them."""
+        def on_shards(
+            step: Callable[..., Any], leaves: list[Array], *arrays: Any, beside: PartitionSpec | None = None
+        ) -> Any:
+            """A step on each device. It returns a state split as the first array, behind an array split as `beside`."""
             run = lambda leaves, *arrays: step(model(leaves), *arrays)  # noqa: E731
             if mesh is None or mesh.size == 1:
                 return run(leaves, *arrays)
             weights, given = [where[path].spec for path in paths], tuple(map(specs, arrays))
-            returned = (spec_of(("batch",)), given[0]) if logits else given[0]
+            returned = given[0] if beside is None else (beside, given[0])
             return jax.shard_map(run, mesh=mesh, in_specs=(weights, *given), out_specs=returned, check_vma=False)(
                 leaves, *arrays
             )
@@ -118,9 +120,9 @@ class Engine:
 
         def run_teacher_forced(leaves, cache, tokens, length, start, chunk, depth):
             step = partial(teacher_forced, chunk=chunk, depth=depth)
-            return on_shards(step, leaves, cache, tokens, length, start, logits=True)
+            return on_shards(step, leaves, cache, tokens, length, start, beside=spec_of(("batch",)))
 
-        self.model = model
+        self.model, self.on_shards, self.quantization = model, on_shards, packed
         jit = partial(jax.jit, donate_argnums=1, compiler_options=compiler_options(mesh))
         self.prefill = jit(run_prefill, static_argnames=("chunk", "drafts"))
         self.decode = jit(run_decode, static_argnames=("drafts",))
@@ -128,7 +130,7 @@ class Engine:
 
     def start(self, requests: list[Request], drafts: int) -> tuple[DecodeState, Settings]:
         """The state and settings of a batch, padded to a bucket with sequences that are already full."""
-        batch = self.groups * (1 << (-(-len(requests) // self.groups) - 1).bit_length())
+        batch = self.batch(len(requests))
         prompt = np.ones(batch, np.int32)
         limit = np.ones(batch, np.int32)
         for b, request in enumerate(requests):
@@ -164,6 +166,10 @@ class Engine:
     def groups(self) -> int:
         """Over how many devices the sequences of a batch are split."""
         return 1 if self.mesh is None else parts_of(self.mesh, TABLE["batch"])
+
+    def batch(self, sequences: int) -> int:
+        """How many sequences a batch is padded to: on every device of the data axis a power of two."""
+        return self.groups * (1 << (-(-sequences // self.groups) - 1).bit_length())
 
     def place(self, array: np.ndarray) -> Array:
         """An array [B, ...] of the host on the devices, each with its own sequences."""
@@ -254,7 +260,11 @@ def choose_implementation(config: InklingConfig, asked: str | None) -> Implement
 
 def free_memory(array: Array) -> int | None:
     """Bytes free on the device of an array, or None where it does not say."""
-    device = array.addressable_shards[0].device
+    return free_bytes(array.addressable_shards[0].device)
+
+
+def free_bytes(device: Any) -> int | None:
+    """Bytes free on a device, or None where it does not say."""
     if device.platform == "cpu":
         return psutil.virtual_memory().available
     stats = device.memory_stats() or {}

@@ -178,7 +178,7 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, count_ref, *refs, p
 
 
 def walk(plan: Plan, q, row, length, oldest, low, first, factor, first_page, pages, keys, bias):
-    """The softmax over one chunk from the first block seen on: far blocks (no bias, nothing of the future), then near ones.
+    """The softmax over one chunk from the first block seen on, far blocks (no bias, no future), then near ones.
 
     Each step looks up the next block's page and hands it on. Looked up in its own step, the page would take up a stage
     of Triton's pipeline, and with it a buffer of keys and values: at 4 stages one block would be in flight, not three.
