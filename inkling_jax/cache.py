@@ -203,8 +203,9 @@ def _layer_cache(
     pages = shape.batch * per_sequence if local else shape.pages
     kv_heads = max(attention.kv_heads, 1 if mesh is None else parts_of(mesh, TABLE["kv_heads"]))
     kv = (pages, kv_heads, shape.page_size, attention.head_dim)
-    size = config.conv_width - 1 + shape.rows
-    many = shape.batch // shape.groups * max(shape.rows, 2) > collectives.ALL_REDUCE_ROWS
+    rows = max(shape.rows, 2)  # of a sequence in a step, at most (`decode.loop.verify`)
+    size = config.conv_width - 1 + rows  # so that a kernel's rows read and write the ring side by side
+    many = shape.batch // shape.groups * rows > collectives.ALL_REDUCE_ROWS
 
     def zeros(size: tuple[int, ...], *axes: str | None) -> Array:
         return jnp.zeros(size, dtype, device=None if mesh is None else sharding_of(axes, size, mesh))

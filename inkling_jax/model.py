@@ -18,7 +18,7 @@ from . import checkpoint
 from .checkpoint import FileLayout
 from .compilation import announce, enable_cache
 from .config import InklingConfig
-from .decode.engine import Engine, choose_implementation, chunk_rows
+from .decode.engine import Engine, choose_implementation, chunk_sizes, make_chunks
 from .decode.request import Prompt, as_array, is_single, make_requests, token_ids
 from .decode.session import Completion, Session, Statistics
 from .nn import abstract_parameters
@@ -274,9 +274,9 @@ class Inkling:
         cache = self._engine.cache(shape, needed)
         buffer = np.zeros((batch, shape.width * shape.page_size), np.int32)
         buffer[: len(rows), :length] = rows
-        chunk = chunk_rows(wanted, batch)
         pieces = []
-        for start in range(0, wanted, chunk):
+        # Logits of few rows at a time: with a large vocabulary they are what fills memory.
+        for start, chunk in make_chunks(wanted, chunk_sizes("xla", batch // self._engine.groups)):
             with announce("the teacher-forced pass"):
                 logits, cache = self._engine.teacher_forced(
                     self._engine.leaves,

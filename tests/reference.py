@@ -96,7 +96,7 @@ def attention(p: dict, x: np.ndarray, config: InklingConfig, local: bool, start:
     q = rms_norm(q, p["q_norm.weight"], config.norm_eps)
     k = rms_norm(k, p["k_norm.weight"], config.norm_eps)
     taus = [1.0 if local else tau(start + i, config) for i in range(rows)]
-    mixed = attend(q, k, v, r, p["rel_proj"], shape, taus).reshape(rows, -1)
+    mixed = attend(q, k, v, r, p["rel_proj"].T, shape, taus).reshape(rows, -1)
     return mixed @ p["wo.weight"].T, {"k": k, "v": v, "k_conv": k_in, "v_conv": v_in}
 
 
@@ -223,7 +223,7 @@ def layer_shapes(config: InklingConfig, prefix: str, local: bool, dense: bool) -
         "attn.k_norm.weight": (a.head_dim,),
         "attn.k_conv.weight": (keys, w),
         "attn.v_conv.weight": (keys, w),
-        "attn.rel_proj": (config.rel_dim, a.extent),
+        "attn.rel_proj": (a.extent, config.rel_dim),
         "attn_conv.weight": (h, w),
         "mlp_conv.weight": (h, w),
     }
@@ -252,8 +252,6 @@ def draw(rng: np.random.Generator, path: str, shape: tuple[int, ...], config: In
         value = 0.3 * noise
     elif path.endswith("router.bias"):
         value = 0.2 * noise
-    elif path.endswith("rel_proj"):
-        value = noise / math.sqrt(config.rel_dim)
     elif path == "embed.weight":
         value = noise
     elif path == "unembed.weight":

@@ -45,6 +45,11 @@ CONV = Form(
     lambda array: [array[:, None]],
     lambda window: [(window[0], ONE, window[1])],
 )
+TRANSPOSED = Form(
+    lambda shape: [shape[::-1]],
+    lambda array: [array.T],
+    lambda window: [window[::-1]],
+)
 INTERLEAVED = Form(  # gate 0, up 0, gate 1
     lambda shape: [_merged(shape)],
     lambda array: [np.swapaxes(array, -3, -2)],
@@ -96,7 +101,12 @@ _LAYER = [
     _row("attn.k_norm.weight", "attn.k_norm.weight", "self_attn.k_norm.weight"),
     _row("attn.k_conv.weight", "attn.k_sconv.weight", "self_attn.k_sconv.conv1d.weight", forms=(CONV, CONV)),
     _row("attn.v_conv.weight", "attn.v_sconv.weight", "self_attn.v_sconv.conv1d.weight", forms=(CONV, CONV)),
-    _row("attn.rel_proj", "attn.rel_logits_proj.proj", "self_attn.rel_logits_proj.proj"),
+    _row(
+        "attn.rel_proj",
+        "attn.rel_logits_proj.proj",
+        "self_attn.rel_logits_proj.proj",
+        forms=(TRANSPOSED, TRANSPOSED),
+    ),
     _row("attn_conv.weight", "attn_sconv.weight", "attn_sconv.conv1d.weight", forms=(CONV, CONV)),
     _row("mlp_conv.weight", "mlp_sconv.weight", "mlp_sconv.conv1d.weight", forms=(CONV, CONV)),
     _row("mlp.w13", "mlp.w13_dn.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", forms=(INTERLEAVED, PAIR)),

@@ -37,7 +37,8 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(shape.head_dim, config.norm_eps, dtype=dtype)
         self.k_conv = ShortConv(keys, config.conv_width, "kv_heads", dtype=dtype, rngs=rngs)
         self.v_conv = ShortConv(keys, config.conv_width, "kv_heads", dtype=dtype, rngs=rngs)
-        self.rel_proj = normal(rngs, (config.rel_dim, shape.extent), (None, None), dtype, fan_in=config.rel_dim)
+        # [out, in] as all weights, which is how the kernels read it; a checkpoint holds it the other way round.
+        self.rel_proj = normal(rngs, (shape.extent, config.rel_dim), (None, None), dtype)
 
     def __call__(
         self,
@@ -61,7 +62,7 @@ class Attention(nnx.Module):
             k,
             v,
             heads(self.wr(x), shape.heads),
-            self.rel_proj[...],
+            self.rel_proj[...].T,
             rows,
             shape,
             tau=self._tau(rows.positions(new)),
@@ -127,7 +128,7 @@ class Attention(nnx.Module):
             kernels.rel_paged_attention if few else kernels.rel_attention,
             count=rows.count,
             r=made.r,
-            rel_proj=self.rel_proj[...],
+            rel_proj=self.rel_proj[...].T,
             scale=1.0 / shape.head_dim,
             extent=shape.extent,
             window=shape.window,

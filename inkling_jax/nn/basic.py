@@ -18,11 +18,9 @@ from ..ops import linear, rms_norm, short_conv
 Axes = tuple[str | None, ...]
 
 
-def normal(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, dtype: DTypeLike, fan_in: int | None = None
-) -> nnx.Param:
-    """A parameter drawn from N(0, 1 / fan_in), with its logical axes; `fan_in` defaults to the last axis."""
-    scale = 1 / math.sqrt(fan_in or shape[-1])
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, dtype: DTypeLike) -> nnx.Param:
+    """A parameter drawn from N(0, 1 / fan_in), the size of its last axis, with its logical axes."""
+    scale = 1 / math.sqrt(shape[-1])
     return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * scale).astype(dtype), axes=axes)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels import moe
+from pallas_kernels import Implementation, moe
 from pallas_kernels.fp4 import FP4, quantize
 
 from ..cache import Rows
@@ -52,6 +52,15 @@ class Router(nnx.Module):
         self.weight = normal(rngs, (outputs, config.hidden_size), (None, "hidden"), dtype)
         self.bias = constant(0.0, (config.num_experts,), (None,), jnp.float32)
         self.scale = constant(1.0, (1,), (None,), jnp.float32)
+        self.experts_per_token = config.experts_per_token
+        self.route_scale = config.route_scale
+
+    def __call__(
+        self, x: Float[Array, "M H"], implementation: Implementation = "xla"
+    ) -> tuple[Int[Array, "M A"], Float[Array, "M AS"]]:
+        """Expert ids and float32 weights, the shared experts' weights last."""
+        weights = self.weight[...], self.bias[...], self.scale[0]
+        return route(x, *weights, self.experts_per_token, self.route_scale, implementation)
 
 
 class Packed(nnx.Module):
@@ -102,15 +111,10 @@ class MoE(nnx.Module):
         self.router = Router(config, dtype=dtype, rngs=rngs)
         self.experts = Experts(config.num_experts, config, ("expert", "expert_mlp"), format, dtype=dtype, rngs=rngs)
         self.shared = Experts(config.num_shared_experts, config, (None, "mlp"), dtype=dtype, rngs=rngs)
-        self.experts_per_token = config.experts_per_token
-        self.route_scale = config.route_scale
 
     def __call__(self, x: Float[Array, "B T H"], rows: Rows) -> Float[Array, "B T H"]:
         flat = x.reshape(-1, x.shape[-1])
-        scale = self.route_scale * self.router.scale[0]
-        ids, weights = route(
-            flat, self.router.weight[...], self.router.bias[...], scale, self.experts_per_token, rows.implementation
-        )
+        ids, weights = self.router(flat, rows.implementation)
         routed, shared = (self.experts.w13[...], self.experts.w2[...]), (self.shared.w13[...], self.shared.w2[...])
         mixture = partial(moe, valid=rows.real(x.shape[1]).reshape(-1), implementation=rows.implementation)
         if parts("expert") == 1:

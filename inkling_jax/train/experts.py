@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 from ..cache import Rows
 from ..nn import InklingModel
 from ..nn.mlp import MoE
-from ..ops import route
 from ..ops.linear import precision
 
 
@@ -24,7 +23,6 @@ class AllExperts(MoE):
 
     def __init__(self, moe: MoE):
         self.router, self.experts, self.shared = moe.router, moe.experts, moe.shared
-        self.experts_per_token, self.route_scale = moe.experts_per_token, moe.route_scale
         self.load: Float[Array, " E"] = nnx.data(jnp.zeros(moe.router.bias.shape))
 
     def __call__(self, x: Float[Array, "B T H"], rows: Rows) -> Float[Array, "B T H"]:
@@ -39,10 +37,8 @@ class AllExperts(MoE):
 
     def _weights(self, x: Float[Array, "M H"]) -> Float[Array, "M ES"]:
         """The weight of every expert for every row, 0 where it was not chosen; counts the choices."""
-        router, few = self.router, self.experts_per_token
-        scale = self.route_scale * router.scale[0]
-        ids, weights = route(x, router.weight[...], router.bias[...], scale, few)
-        chosen = jax.nn.one_hot(ids, router.bias.shape[0])
+        ids, weights = self.router(x)
+        chosen, few = jax.nn.one_hot(ids, self.router.bias.shape[0]), ids.shape[1]
         self.load = chosen.sum((0, 1))
         routed = jnp.einsum("mae,ma->me", chosen, weights[:, :few])
         return jnp.concatenate([routed, weights[:, few:]], axis=1)

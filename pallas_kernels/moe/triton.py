@@ -299,7 +299,7 @@ def moe_triton(
     hit = is_hit(ids, experts, valid)
 
     def blocks(plan: Plan) -> tuple[jax.Array, ...]:
-        return (ids,) if plan.direct else make_blocks(ids, hit, experts, plan.tiles.rows)
+        return (ids,) if plan.direct else make_blocks(ids, valid, experts, plan.tiles.rows, implementation)
 
     by_expert = blocks(up)
     h = launch(up, x, by_expert, w13, shared_w13, None, implementation)

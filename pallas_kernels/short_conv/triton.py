@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._conv import RowPlan, convolve, load_taps
-from pallas_kernels._dispatch import Implementation, pallas_call
+from pallas_kernels._dispatch import Implementation, fence, pallas_call
 from pallas_kernels._rows import Columns, both, load_stored, norm_tiles, rounded
 
 TILE_THREADS = 256  # of one program where no norm ties the channels together, two channels each
@@ -37,6 +37,7 @@ def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
     _, out_ref, *normed_ref, ring_ref = rest
     b, program = pl.program_id(0), pl.program_id(1)
     start, count = start_ref[b], jnp.minimum(count_ref[b], plan.rows)
+    alone = plan.block == 1
     indices = range(columns.count) if fused.norm else [pl.program_id(2)]
     tiles = [columns.range_of(index) for index in indices]
 
@@ -57,11 +58,18 @@ def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
     ]
     norm = columns.load(norm_ref) if fused.norm else None
 
+    def load_row(t):
+        return load_new(t), None if residual_ref is None else load(residual_ref, t, plan.loads(t, count))
+
+    first = load_row(program) if alone else None
+    if alone:
+        fence(fused.barrier)
+
     def row(t, window):
-        window = [*window, load_new(t)]
+        x, residual = first or load_row(t)
+        window = [*window, x]
         ys = [convolve(rows, w) for *rows, w in zip(*window, taps, strict=True)]
-        if residual_ref is not None:
-            residual = load(residual_ref, t, plan.loads(t, count))
+        if residual is not None:
             ys = [y + r.astype(jnp.float32) for y, r in zip(rounded(ys, out_ref.dtype), residual, strict=True)]
         ys = [jnp.where(t < count, y, 0.0) for y in ys]
         store(out_ref, t, ys)

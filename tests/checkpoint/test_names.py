@@ -11,6 +11,7 @@ from inkling_jax.checkpoint.names import (
     INTERLEAVED,
     PAIR,
     PLAIN,
+    TRANSPOSED,
     VARIANTS,
     Form,
     Variant,
@@ -50,11 +51,13 @@ def test_views_are_the_tensors_of_the_format(variant: Variant) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [PLAIN, CONV, INTERLEAVED, HALVES, PAIR], ids=["plain", "conv", "rows", "halves", "pair"]
+    "form",
+    [PLAIN, CONV, TRANSPOSED, INTERLEAVED, HALVES, PAIR],
+    ids=["plain", "conv", "transposed", "rows", "halves", "pair"],
 )
 @given(lead=st.integers(1, 4), f=st.integers(1, 5), h=st.integers(1, 4))
 def test_forms_move_every_element_once(form: Form, lead: int, f: int, h: int) -> None:
-    shape = (f, h) if form is CONV else (lead, 2, f, h)
+    shape = (f, h) if form in (CONV, TRANSPOSED) else (lead, 2, f, h)
     array = np.arange(np.prod(shape)).reshape(shape)
     pieces = [v.reshape(s) for v, s in zip(form.views(array), form.shapes(shape), strict=True)]
     assert sorted(np.concatenate([piece.ravel() for piece in pieces])) == list(range(array.size))

@@ -95,7 +95,7 @@ def original(params: Tensors) -> Tensors:
             out[f"{theirs}attn.{long}.weight"] = params[f"{ours}attn.{short}.weight"]
         for name in ("attn.k_", "attn.v_", "attn_", "mlp_"):
             out[f"{theirs}{name}sconv.weight"] = params[f"{ours}{name}conv.weight"].reshape(-1, 1, 4)
-        out[f"{theirs}attn.rel_logits_proj.proj"] = params[f"{ours}attn.rel_proj"]
+        out[f"{theirs}attn.rel_logits_proj.proj"] = params[f"{ours}attn.rel_proj"].T
         if dense:
             out[f"{theirs}mlp.w13_dn.weight"] = _interleave(params[f"{ours}mlp.w13"])
             out[f"{theirs}mlp.w2_md.weight"] = params[f"{ours}mlp.w2"]
@@ -138,7 +138,7 @@ def transformers(params: Tensors, text_only: bool = False) -> Tensors:
         for stream in ("attn", "mlp"):
             taps = params[f"{ours}{stream}_conv.weight"]
             out[f"{theirs}{stream}_sconv.conv1d.weight"] = taps.reshape(-1, 1, 4)
-        out[f"{theirs}self_attn.rel_logits_proj.proj"] = params[f"{ours}attn.rel_proj"]
+        out[f"{theirs}self_attn.rel_logits_proj.proj"] = params[f"{ours}attn.rel_proj"].T
         if dense:
             out[f"{theirs}mlp.gate_proj.weight"], out[f"{theirs}mlp.up_proj.weight"] = params[f"{ours}mlp.w13"]
             out[f"{theirs}mlp.down_proj.weight"] = params[f"{ours}mlp.w2"]

@@ -64,7 +64,7 @@ def path_of(name: str) -> str:
 
 
 def joined(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Gate and up become one array with an axis of two; the middle axis of convolution weights goes."""
+    """Gate and up become one array with an axis of two; the middle axis of convolution weights goes; rel_proj turns."""
     out = {}
     for path, array in params.items():
         stem, _, last = path.removesuffix(".weight").rpartition(".")
@@ -76,6 +76,8 @@ def joined(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             out[f"{stem}.w13"] = array.reshape(experts, 2, rows // 2, hidden)
         elif last == "down_proj":
             out[f"{stem}.w2"] = array
+        elif last == "rel_proj":
+            out[path] = array.T
         elif last.endswith("_conv"):
             out[path] = array[:, 0, :]
         elif last != "up_proj":
