@@ -9,9 +9,10 @@ import pytest
 
 import inkling_jax
 from inkling_jax.decode.engine import Engine, choose_implementation
-from inkling_jax.decode.loop import decode
+from inkling_jax.decode.loop import decode, verify
 from tests import reference
 from tests.decode.tiny import request
+from tests.kernels.oracle import bits
 from tests.precision import relative_error
 
 CONFIG = replace(
@@ -62,6 +63,18 @@ def test_tokens_and_caches_are_those_of_plain_jax(engines, implementation, draft
 
 def remembered(state):
     return state.cache.layers, state.cache.depths, state.hidden
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_logits_are_bitwise_the_same_with_and_without_drafts(engines, implementation):
+    steps = engine(engines, implementation)
+    state, _ = start(steps, 2)
+
+    def logits(drafts: int):
+        return jax.jit(lambda leaves: verify(steps.model(leaves), state, drafts)[1].values)(steps.leaves)
+
+    np.testing.assert_array_equal(bits(logits(0)), bits(logits(2)[:, :1]))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
