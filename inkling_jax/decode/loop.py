@@ -139,7 +139,7 @@ def propose(
     for d in range(drafts):
         h, cache = model.depth(d, h, _tokens(state.tokens, start + d + 1, window), rows, cache)
         row = jnp.take_along_axis(h, last[:, None, None], axis=1)
-        logits.append(Logits.of(model.logits(row, cache.implementation)[:, 0], model.unembed.real))
+        logits.append(Logits.of(model.logits(row, rows.implementation)[:, 0], model.unembed.real))
         token = choose(d, logits[-1], state, settings)
         offered = jnp.where(jnp.isfinite(logits[-1].top), offered, jnp.minimum(offered, d))
         state = dataclasses.replace(state, tokens=_put(state.tokens, state.length + d, token))

@@ -29,8 +29,7 @@ class Unembedding(nnx.Module):
 
     def __call__(self, h: Float[Array, "B T H"], implementation: Implementation = "xla") -> Float[Array, "B T V"]:
         scale, outputs = jnp.full((), 1 / self.divisor, jnp.float32), self.real if parts("vocab") == 1 else None
-        kw = dict(scale=scale, outputs=outputs, implementation=implementation)
-        logits = linear(h, self.weight[...], jnp.float32, **kw)
+        logits = linear(h, self.weight[...], jnp.float32, scale=scale, outputs=outputs, implementation=implementation)
         if parts("vocab") == 1:
             return logits
         ids = index("vocab") * logits.shape[-1] + jnp.arange(logits.shape[-1])

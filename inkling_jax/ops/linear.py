@@ -33,8 +33,8 @@ def linear(
     out_dtype = out_dtype or x.dtype
     if implementation != "xla":
         flat = x.reshape(-1, x.shape[-1])
-        kw = dict(scale=scale, outputs=outputs, out_dtype=out_dtype, implementation=implementation)
-        return kernels.linear(flat, w, **kw).reshape(*x.shape[:-1], -1)
+        y = kernels.linear(flat, w, scale=scale, outputs=outputs, out_dtype=out_dtype, implementation=implementation)
+        return y.reshape(*x.shape[:-1], -1)
     products = [_product(x, each, scale).astype(out_dtype) for each in ([w] if isinstance(w, jax.Array) else w)]
     y = products[0] if len(products) == 1 else jnp.concatenate(products, axis=-1)
     return y[..., :outputs]

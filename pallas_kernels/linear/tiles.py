@@ -24,14 +24,16 @@ class Tiles:
 
 def choose_tiles(rows: int, outputs: int, inputs: int, parts: int, itemsize: int, where: Target) -> Tiles:
     """Tiles for `rows` of x and all `outputs` of all parts; measured on an H200, cut down to other cards' memory."""
-    del outputs, inputs
+    del inputs
+    if not where.shared_memory:  # the interpreter, whose order of K follows the size of the operands
+        return Tiles(16, 32, 128, 4, 2)
     if itemsize == 4:
         return Tiles(16, 32, 32, 4, 2)
     least = 16 if where.platform == "rocm" else 8
     tile = min(max(next_power_of_2(rows), least), ROWS)
-    if not where.shared_memory:  # the interpreter: a CPU's order of K follows the size of its operands
-        tile = 16
-    tiles = Tiles(tile, 32 // parts, 128, 2, 4)
+    tiles = Tiles(tile, 64 // parts, 128 if tile <= 64 else 64, 4, 4)
+    if outputs < 96 * 32:
+        tiles = replace(tiles, outputs=16, depth=256 if tile <= 16 else 128, num_warps=1)
     if where.platform == "rocm":
         tiles = replace(tiles, num_warps=max(tiles.num_warps // 2, 1), num_stages=2)
     while tiles.num_stages > 2 and tiles.buffers(parts, itemsize) > where.shared_memory > 0:

@@ -9,9 +9,10 @@ import pytest
 
 import inkling_jax
 from inkling_jax.decode.engine import Engine, choose_implementation
-from inkling_jax.decode.loop import decode
+from inkling_jax.decode.loop import decode, verify
 from tests import reference
 from tests.decode.tiny import request
+from tests.kernels.oracle import bits
 from tests.precision import relative_error
 
 CONFIG = replace(
@@ -64,6 +65,18 @@ def remembered(state):
     return state.cache.layers, state.cache.depths, state.hidden
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_logits_are_bitwise_the_same_with_and_without_drafts(engines, implementation):
+    steps = engine(engines, implementation)
+    state, _ = start(steps, 2)
+
+    def logits(drafts: int):
+        return jax.jit(lambda leaves: verify(steps.model(leaves), state, drafts)[1].values)(steps.leaves)
+
+    np.testing.assert_array_equal(bits(logits(0)), bits(logits(2)[:, :1]))
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_kernels_are_what_runs(engines, implementation):
     """No kernel in the plain program; in the other one those of every layer and depth."""
@@ -77,7 +90,10 @@ def test_the_kernels_are_what_runs(engines, implementation):
     layers = CONFIG.num_layers + CONFIG.mtp_depths
     assert count("xla") == 0
     # qkvr_prep, attention and two convolutions a layer; the router; the embedding; what joins a depth's two inputs
-    assert count(implementation) >= 4 * layers + 1 + 1 + CONFIG.mtp_depths
+    others = 4 * layers + 1 + 1 + CONFIG.mtp_depths
+    # q|k|v|r and the output of each layer; two of a dense MLP; those joined inputs; logits
+    products = 2 * layers + 2 * (layers - 1) + CONFIG.mtp_depths + 1 + CONFIG.mtp_depths
+    assert count(implementation) >= others + products
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="asks for what a CPU cannot do")
