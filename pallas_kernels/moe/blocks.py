@@ -23,7 +23,7 @@ from pallas_kernels._flash import divide, divide_up
 ALONE = 1024  # pairs that one launch sorts
 CHUNK = 512  # pairs of a program where there are more
 OWN = 32  # pairs that a program of one launch places
-SUMMED = 64  # chunks, and experts, whose counts are added up at a time
+SUMMED = 16  # chunks, and experts, whose counts are added up at a time
 COMPARED = 32  # pairs that others are compared with at a time: more would not fit in registers
 THREADS = 512
 

@@ -49,7 +49,7 @@ def test_the_state_is_updated_in_place(program):
 def test_every_layer_runs_on_the_kernels(program):
     body = "\n".join(program.loop_body())
     expected = {"qkvr_prep": 3, "chunk": 3, "short_conv": 6, "dual_norm": 1, "embed_norm": 1}
-    expected |= {"product": 1, "choose": 1}  # the router's
+    expected |= {"router_product": 1, "router": 1, "place": 1}
     expected["linear"] = 4 + 2 + 5 + 2  # the dense layer, the global one's attention, the depth and its join; logits
     assert {name: len(re.findall(rf"\b{name}_kernel", body)) for name in expected} == expected
 
