@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -36,7 +37,8 @@ STORED = DTYPES | {
 }
 _CODES = {dtype: code for code, dtype in STORED.items()}
 
-_PIECE_BYTES = 128 << 20
+_PIECE_BYTES = 32 << 20
+_READERS = 4  # threads that read a tensor: copies inside the host's memory take as long as reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,21 +144,28 @@ def read_into(view: np.ndarray, tensor: Tensor, window: Window | None = None) ->
     """Copy a tensor, or a window of it, into a view whose elements are in its order, converting the dtype.
 
     The window has the axes of the view. Where the view is of bytes, the bits are copied as they are. Nothing else is
-    read than the window, in pieces, not mapped: pages of a mapping count as this process's memory for as long as it
-    lives. Raises `CheckpointError` when the file cannot be read or has become shorter than its header said.
+    read than the window, in pieces, several at a time, and not mapped: pages of a mapping count as this process's
+    memory for as long as it lives. Raises `CheckpointError` when the file cannot be read or has become shorter than its
+    header said.
     """
     first, *rest = window or whole(view.shape)
     step = max(1, _PIECE_BYTES * len(view) // max(1, view.size * tensor.itemsize))
-    try:
+
+    def read(start: int) -> None:
+        target = view[start : start + step]
+        part = first._replace(start=first.start + start, stop=first.start + start + len(target))
+        piece = np.empty(target.size * tensor.itemsize, np.uint8)
         with tensor.file.open("rb", buffering=0) as file:
-            for start in range(0, len(view), step):
-                target = view[start : start + step]
-                part = first._replace(start=first.start + start, stop=first.start + start + len(target))
-                piece = np.empty(target.size * tensor.itemsize, np.uint8)
-                _fill(piece.data, file, tensor, (part, *rest))
-                target[...] = (piece if view.dtype == np.uint8 else piece.view(STORED[tensor.dtype])).reshape(
-                    target.shape
-                )
+            _fill(piece.data, file, tensor, (part, *rest))
+        target[...] = (piece if view.dtype == np.uint8 else piece.view(STORED[tensor.dtype])).reshape(target.shape)
+
+    starts = range(0, len(view), step)
+    try:
+        if len(starts) == 1:
+            read(0)
+        else:
+            with ThreadPoolExecutor(_READERS) as pool:
+                list(pool.map(read, starts))
     except OSError as error:
         raise CheckpointError(f"{tensor.file}: cannot be read: {error.strerror}") from None
 
