@@ -3,9 +3,12 @@
 import io
 import json
 import math
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -310,3 +313,33 @@ def progress_bar(label: str, total: int, enabled: bool) -> tqdm:
     """A bar in bytes, where someone watches: a terminal or a notebook."""
     watched = sys.stderr.isatty() or "ipykernel" in sys.modules
     return tqdm(desc=label, total=total, unit="B", unit_scale=True, disable=not (enabled and watched), leave=False)
+
+
+def watch_files(directory: Path, bar: tqdm, wait: Callable[[], None], every: float = 0.5) -> None:
+    """Moves a bar by what comes to lie in a directory, whoever writes it, until `wait` returns."""
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(every):
+            bar.update(min(_bytes_in(directory), bar.total) - bar.n)
+
+    if bar.disable:
+        return wait()
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        wait()
+        bar.update(bar.total - bar.n)
+    finally:
+        done.set()
+        thread.join()
+
+
+def _bytes_in(directory: Path) -> int:
+    """Bytes of all files there; one that is moved meanwhile counts the next time."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total
