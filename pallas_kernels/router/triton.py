@@ -115,7 +115,8 @@ def choose(scores: jax.Array, logits: jax.Array, chosen: int, lanes: jax.Array) 
 
 def router_kernel(parts_ref, bias_ref, scale_ref, ids_ref, weights_ref, *, plan: Plan):
     t, chosen = pl.program_id(0), plan.chosen
-    expert, lanes = jnp.arange(next_power_of_2(plan.experts)), jnp.arange(next_power_of_2(chosen + plan.shared), dtype=jnp.int32)
+    expert = jnp.arange(next_power_of_2(plan.experts), dtype=jnp.int32)
+    lanes = jnp.arange(next_power_of_2(chosen + plan.shared), dtype=jnp.int32)
     real = None if expert.size == plan.experts else expert < plan.experts
     is_shared = (lanes >= chosen) & (lanes < chosen + plan.shared)
     other = None if real is None else 0.0

@@ -54,6 +54,16 @@ def test_every_layer_runs_on_the_kernels(program):
     assert {name: len(re.findall(rf"\b{name}_kernel", body)) for name in expected} == expected
 
 
+def test_nothing_stands_between_the_launches_of_a_mixture(program):
+    """No sort, no conversion and no copy of XLA's on the way from the router to the experts; no weight is transposed."""
+    names = re.findall(r"kCustomKernel +\[.*?\] *(\w+)", "\n".join(program.loop_body()))
+    first = names.index("router_product_kernel")
+    expected = ("router_product", "router", "place", "expert", "expert")
+    found = names[first : first + len(expected)]
+    assert all(name.startswith(f"{kernel}_kernel") for kernel, name in zip(expected, found, strict=True)), found
+    assert not [name for name in names if "transpose" in name]
+
+
 def test_a_round_is_one_graph(program):
     """A command buffer holds the whole body of the loop: the host launches once a round."""
     body = program.loop_body()
