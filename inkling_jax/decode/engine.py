@@ -153,8 +153,8 @@ class Engine:
             status=self.place(np.where(real, RUNNING, FULL).astype(np.int32)),
             hidden=Ring(self.place(np.zeros((batch, 2 * drafts + 1, self.config.hidden_size), self.dtype))),
             rounds=self.place(np.zeros(batch, np.int32)),
-            offered=self.place(np.zeros((batch, drafts), np.int32)),
-            accepted=self.place(np.zeros((batch, drafts), np.int32)),
+            offered=self.place(np.zeros((batch, max(drafts, 1)), np.int32)),
+            accepted=self.place(np.zeros((batch, max(drafts, 1)), np.int32)),
         )
         return state, jax.tree.map(self.place, _settings(requests, batch, self.config))
 

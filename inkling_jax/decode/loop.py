@@ -184,7 +184,8 @@ def commit(
     refused = jnp.where(turned_down, jnp.pad(proposed, ((0, 0), (0, 1))), -1)
     status = jnp.where(stopped, STOPPED, jnp.where(length >= state.limit, FULL, RUNNING))
     status = jnp.where(finite, status, NOT_FINITE)
-    tried = running[:, None] & (jnp.arange(drafts) < offered[:, None])
+    place = jnp.arange(state.offered.shape[1])
+    tried = running[:, None] & (place < offered[:, None])
     return dataclasses.replace(
         state,
         tokens=_scatter(state.tokens, at, new),
@@ -194,7 +195,7 @@ def commit(
         status=jnp.where(running, status, state.status),
         rounds=state.rounds + running.astype(jnp.int32),
         offered=state.offered + tried.astype(jnp.int32),
-        accepted=state.accepted + (tried & (jnp.arange(drafts) < count[:, None])).astype(jnp.int32),
+        accepted=state.accepted + (tried & (place < count[:, None])).astype(jnp.int32),
     )
 
 

@@ -180,8 +180,8 @@ class Session:
     def statistics(self) -> Statistics:
         real = len(self.requests)
         prompts = np.array([len(request.tokens) for request in self.requests])
-        offered = self._host("offered")[:real].sum(axis=0)
-        accepted = self._host("accepted")[:real].sum(axis=0)
+        offered = self._host("offered")[:real, : self._drafts].sum(axis=0)
+        accepted = self._host("accepted")[:real, : self._drafts].sum(axis=0)
         return Statistics(
             rounds=int(self._host("rounds")[:real].sum()),
             tokens=int((self._length[:real] - prompts).sum()),

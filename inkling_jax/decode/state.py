@@ -22,7 +22,8 @@ class DecodeState:
     limit: int32 [B], the length at which a sequence is full.
     status: int32 [B], RUNNING, STOPPED at an end token, FULL, or NOT_FINITE logits.
     hidden: the target's rows after the final norm, of the last few positions: what depth 0 starts from.
-    rounds: int32 [B]; offered, accepted: int32 [B, drafts], rounds in which draft j was offered and accepted.
+    rounds: int32 [B]; offered, accepted: int32 [B, drafts], rounds in which draft j was offered and accepted; one
+    column of zeros where there are no drafts, since XLA crashes on empty arrays under shard_map (jaxlib 0.11.2).
     """
 
     cache: Cache

@@ -36,12 +36,12 @@ pytestmark = [
 
 @pytest.fixture
 def program(request, monkeypatch, tmp_path):
-    step, implementation = request.param
+    step, implementation, drafts = request.param
     mesh = Mesh(np.array(cards(EXPERT * TENSOR)).reshape(1, EXPERT, TENSOR), AXES)
     monkeypatch.setattr(engines, "choose_implementation", lambda *_: implementation)
     monkeypatch.setattr(Engine, "place", lambda _, array: jnp.asarray(array))  # the cards are not here
     steps = Engine(CONFIG, abstract_parameters(CONFIG), "bfloat16", mesh=mesh)
-    state, settings = jax.eval_shape(lambda: steps.start([one_request()] * BATCH, DRAFTS))
+    state, settings = jax.eval_shape(lambda: steps.start([one_request()] * BATCH, drafts))
 
     def placed(tree):
         struct = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
@@ -49,9 +49,9 @@ def program(request, monkeypatch, tmp_path):
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
     if step == "decode":
-        return compiled(steps.decode, (steps.leaves, *placed((state, settings, number))), tmp_path, mesh, drafts=DRAFTS)
+        return compiled(steps.decode, (steps.leaves, *placed((state, settings, number))), tmp_path, mesh, drafts=drafts)
     arrays = steps.leaves, *placed((state, number))
-    return compiled(steps.prefill, arrays, tmp_path, mesh, chunk=CHUNK, drafts=DRAFTS)
+    return compiled(steps.prefill, arrays, tmp_path, mesh, chunk=CHUNK, drafts=drafts)
 
 
 def one_request():
@@ -62,7 +62,7 @@ def made(found: list[Collective]) -> Counter:
     return Counter((each.kind, each.makes) for each in found)
 
 
-@pytest.mark.parametrize("program", [("decode", "triton")], indirect=True)
+@pytest.mark.parametrize("program", [("decode", "triton", DRAFTS)], indirect=True)
 def test_a_round_sums_each_branch_once_and_exchanges_tokens(program):
     whole, branches = [], []
     for each in program.collectives():
@@ -92,7 +92,7 @@ def test_a_round_sums_each_branch_once_and_exchanges_tokens(program):
     assert program.memory.output_size_in_bytes - program.memory.alias_size_in_bytes < 1024
 
 
-@pytest.mark.parametrize("program", [("prefill", "triton")], indirect=True)
+@pytest.mark.parametrize("program", [("prefill", "triton", DRAFTS)], indirect=True)
 def test_a_chunk_scatters_before_each_convolution_and_gathers_behind_it(program):
     stream, ring = f"bf16[{BATCH},{CHUNK},{H}]", f"bf16[{BATCH},{RING},{H}]"
     assert made(program.collectives()) == {
@@ -101,4 +101,14 @@ def test_a_chunk_scatters_before_each_convolution_and_gathers_behind_it(program)
         ("all-gather", (ring, stream)): 3,  # the ring rides along
         ("all-gather", (stream,)): 1,  # the depth's joined input
         ("all-gather", (ring,)): 1,  # nobody reads the last depth's stream
+    }
+
+
+@pytest.mark.parametrize("program", [("decode", "triton", 0)], indirect=True)
+def test_without_drafts_a_layer_sums_twice(program):
+    """And the program compiles at all: XLA crashes on arrays of no elements that are split over devices."""
+    sums = [each for each in program.collectives() if not each.in_branch and str(H) in each.makes[0]]
+    assert made(sums) == {
+        ("all-gather", (f"f32[{TENSOR},{BATCH},{H}]",)): 1,
+        ("all-gather", (f"f32[{EXPERT * TENSOR},{BATCH},{H}]",)): 1,
     }
