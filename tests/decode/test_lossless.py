@@ -24,7 +24,7 @@ CHUNK = 32
 
 def start(drafts: int, more: int = 0, **settings):
     """State after prefill, and settings, of all prompts in one batch."""
-    prompts = [reference.random_tokens(CONFIG, length, seed) for seed, length in enumerate(PROMPTS, start=20)]
+    prompts = [reference.random_tokens(CONFIG, length, seed) for seed, length in enumerate(PROMPTS)]
     requests = [request(tokens, new + more, **settings) for tokens, new in zip(prompts, NEW, strict=True)]
     steps = engine()
     state, settings = steps.start(requests, drafts)
