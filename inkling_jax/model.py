@@ -18,7 +18,7 @@ from . import checkpoint
 from .checkpoint import FileLayout
 from .compilation import announce, enable_cache
 from .config import InklingConfig
-from .decode.engine import Engine, choose_implementation, chunk_rows
+from .decode.engine import Engine, choose_implementation, chunk_sizes, make_chunks
 from .decode.request import Prompt, as_array, is_single, make_requests, token_ids
 from .decode.session import Completion, Session, Statistics
 from .nn import abstract_parameters
@@ -274,9 +274,9 @@ class Inkling:
         cache = self._engine.cache(shape, needed)
         buffer = np.zeros((batch, shape.width * shape.page_size), np.int32)
         buffer[: len(rows), :length] = rows
-        chunk = chunk_rows(wanted, batch)
         pieces = []
-        for start in range(0, wanted, chunk):
+        # Logits of few rows at a time: with a large vocabulary they are what fills memory.
+        for start, chunk in make_chunks(wanted, chunk_sizes("xla", batch // self._engine.groups)):
             with announce("the teacher-forced pass"):
                 logits, cache = self._engine.teacher_forced(
                     self._engine.leaves,
@@ -350,13 +350,15 @@ def load(
     return Inkling(config, params, Tokenizer.from_directory(directory), directory, implementation)
 
 
-def save(model: Inkling, path: str | os.PathLike[str], layout: FileLayout = "original") -> None:
+def save(model: Inkling, path: str | os.PathLike[str], layout: FileLayout = "original", progress: bool = True) -> None:
     """Writes a model with its config and tokenizer: as sharded safetensors with an index in either layout, or by Orbax.
 
     layout: "original", "transformers", or "orbax", which is the one for models on several processes; each of them calls
-    this then. The directory appears only when it is complete. Raises `CheckpointError` when it exists and is not empty.
+    this then. progress: a bar while it is written. The directory appears only when it is complete. Raises
+    `CheckpointError` when it exists and is not empty.
     """
-    checkpoint.save_checkpoint(Path(path), model.config, model.params, layout=layout, tokenizer_dir=model.directory)
+    options: dict[str, Any] = dict(layout=layout, tokenizer_dir=model.directory, progress=progress)
+    checkpoint.save_checkpoint(Path(path), model.config, model.params, **options)
 
 
 def save_async(model: Inkling, path: str | os.PathLike[str]) -> Future[None]:

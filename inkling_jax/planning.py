@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
+from jax.typing import DTypeLike
 
 from .cache import cache_bytes
 from .config import InklingConfig
@@ -115,14 +116,10 @@ def plan(
     _in_range("batch", batch, 1, None)
     _in_range("context", context, 1, config.max_context)
     _in_range("draft_tokens", draft_tokens, 0, config.mtp_depths)
-    where: Any = shardings(config, AbstractMesh(tuple(sizes.values()), AXES), quantization)  # type: ignore[arg-type]
-    abstract = abstract_parameters(config, dtype, quantization)
-    here = {
-        path: math.prod(where[path].shard_shape(spec.shape)) * spec.dtype.itemsize for path, spec in abstract.items()
-    }
+    here = held(config, sizes, quantization, dtype)
     sequences = -(-batch // sizes["data"])
     chosen = 1 - (1 - config.experts_per_token / config.num_experts) ** (sequences * (draft_tokens + 1))
-    own = _share(config, sizes["tensor"])
+    own = own_heads(config, sizes["tensor"])
     return DevicePlan(
         mesh=sizes,
         sequences=sequences,
@@ -133,6 +130,21 @@ def plan(
         hit=chosen * config.num_experts / sizes["expert"],
         traffic=_traffic(own, here, chosen, sequences, context, draft_tokens, jnp.dtype(dtype).itemsize),
     )
+
+
+def held(
+    config: InklingConfig,
+    mesh: Mapping[str, int] | None = None,
+    quantization: Quantization | None = None,
+    dtype: DTypeLike = "bfloat16",
+) -> dict[str, int]:
+    """Bytes of every parameter, by its dotted path, on each device of a mesh. Raises ValueError as `plan` does."""
+    devices: Any = AbstractMesh(tuple(_sizes(mesh or {}).values()), AXES)
+    where = shardings(config, devices, quantization)
+    abstract = abstract_parameters(config, dtype, quantization)
+    return {
+        path: math.prod(where[path].shard_shape(spec.shape)) * spec.dtype.itemsize for path, spec in abstract.items()
+    }
 
 
 def _sizes(mesh: Mapping[str, int]) -> dict[str, int]:
@@ -149,7 +161,7 @@ def _in_range(name: str, value: Any, least: int, most: int | None) -> None:
         raise ValueError(f"{name} = {value!r}; expected an integer {wanted}")
 
 
-def _share(config: InklingConfig, tensor: int) -> InklingConfig:
+def own_heads(config: InklingConfig, tensor: int) -> InklingConfig:
     """A config with the heads of one device; of KV heads fewer than there are devices, each has one."""
     heads = {name: getattr(config, name) // tensor for name in ("num_heads", "local_num_heads")}
     kv_heads = {name: max(1, getattr(config, name) // tensor) for name in ("num_kv_heads", "local_num_kv_heads")}

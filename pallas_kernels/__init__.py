@@ -3,6 +3,7 @@
 from pallas_kernels._dispatch import Implementation, resolve
 from pallas_kernels.embed_dual_norm_cat import embed_dual_norm_cat
 from pallas_kernels.embed_norm import embed_norm
+from pallas_kernels.linear import linear, linear_swiglu
 from pallas_kernels.moe import moe
 from pallas_kernels.qkvr_prep import QKVR, qkvr_prep
 from pallas_kernels.rel_attention import rel_attention
@@ -15,6 +16,8 @@ __all__ = [
     "QKVR",
     "embed_dual_norm_cat",
     "embed_norm",
+    "linear",
+    "linear_swiglu",
     "moe",
     "qkvr_prep",
     "rel_attention",

@@ -58,8 +58,14 @@ def merge(first: Softmax, then: Softmax) -> Softmax:
 
 
 def gather_sums(state: Softmax) -> Softmax:
-    """The state with its sums over keys added up, `total` [rows, 1]."""
-    return state._replace(total=jnp.sum(state.total, axis=1)[:, None])
+    """The state with its sums over keys added up, `total` [rows, 1].
+
+    Neighbours are added pair by pair, so that the order is that of the keys and not of the threads that hold them.
+    """
+    total = state.total
+    while total.shape[1] > 1:
+        total = jnp.sum(total.reshape(total.shape[0], -1, 2), axis=2)
+    return state._replace(total=total)
 
 
 def finish(state: Softmax) -> jax.Array:

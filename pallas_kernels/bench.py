@@ -35,6 +35,7 @@ OPS = (
     "short_conv",
     "qkvr_prep",
     "router",
+    "linear",
     "moe",
 )
 SWEEP_BYTES = 128 * 2**20  # twice the L2 of an H200

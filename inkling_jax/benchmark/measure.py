@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cache import CacheShape, make_cache
 from ..compilation import announce
-from ..config import InklingConfig
-from ..decode.engine import Engine, chunk_rows
+from ..decode.engine import Engine
 from ..decode.request import Request
 from ..decode.session import Session
 from ..decode.state import DecodeState, Settings
+from ..quantization import Quantization
 from .routing import EXTRA_ROUNDS, routing
 from .traffic import decode_bytes, prefill_bytes, prefill_flops, uniform_hits
 from .weights import fill
@@ -67,9 +66,9 @@ class Hits:
 
 def decode(engine: Engine, rate: float, effort: Effort, hits: Hits, sequences: int, context: int, drafts: int) -> Row:
     """A round of `sequences` sequences of `context` tokens: milliseconds, tokens, bytes, and what is hit."""
-    config, rows = engine.config, sequences * (drafts + 1)
+    rows = -(-sequences // engine.groups) * (drafts + 1)  # of a device
     state, settings = occupied(engine, effort, sequences, context, drafts)
-    reset = _resetting(state)
+    reset = _resetting(engine, state)
     with announce(f"the decoding loop, {sequences} x {context}, {drafts} drafts") as watch:
         state = run_rounds(engine, state, settings, 2, drafts)
     times, added = [], 0
@@ -80,15 +79,16 @@ def decode(engine: Engine, rate: float, effort: Effort, hits: Hits, sequences: i
         state = run_rounds(engine, state, settings, effort.rounds, drafts)
         times.append(time.perf_counter() - begin)
         added += _check(state, before, sequences, context, effort.rounds)
-    memory = {"cache_bytes": cache_bytes(engine, effort, sequences, context, drafts), **device_memory()}
+    memory = {"cache_bytes": cache_bytes(engine, effort, sequences, context, drafts), **device_memory(engine)}
     if effort.profile is not None:
         with effort.trace(f"decode-{sequences}x{context}-{drafts}drafts"):
             state = run_rounds(engine, reset(state), settings, EXTRA_ROUNDS, drafts)
     warning = hits.look(engine, reset(state), settings, sequences, drafts)
     measured = hits.known.get((sequences, drafts))
-    by_layer = _uniform(config, rows) if measured is None else measured
+    by_layer = _uniform(engine, rows) if measured is None else measured
     per_window = added / (effort.windows * sequences)  # tokens of a sequence
-    sizes = decode_bytes(config, engine.dtype, sequences, context + (per_window - 1) / 2, drafts, by_layer)
+    length = context + (per_window - 1) / 2
+    sizes = decode_bytes(engine.config, engine.dtype, sequences, length, drafts, by_layer, *spread(engine))
     seconds = statistics.median(times) / effort.rounds
     return {
         "ms": 1e3 * seconds,
@@ -99,10 +99,10 @@ def decode(engine: Engine, rate: float, effort: Effort, hits: Hits, sequences: i
         "routing": {
             "measured": measured is not None,
             "rows": rows,
-            "experts": config.num_experts,
+            "experts": engine.config.num_experts // (spread(engine)[0] or {}).get("expert", 1),
             "hit_by_layer": by_layer,
             "hit": statistics.fmean(by_layer) if by_layer else None,
-            "hit_if_uniform": uniform_hits(config, rows),
+            "hit_if_uniform": uniform_hits(engine.config, rows, spread(engine)[0]),
         },
         **_limit(sizes, rate, seconds),
         "memory": memory,
@@ -117,7 +117,8 @@ def occupied(engine: Engine, effort: Effort, sequences: int, context: int, draft
     state, settings = engine.start(requests, drafts)
     leaves, tree = jax.tree.flatten((state.cache.layers, state.cache.depths, state.hidden))
     seeds = rng.integers(2**32, size=len(leaves), dtype=np.uint32)
-    layers, depths, hidden = tree.unflatten([fill(leaf, own, 1.0) for leaf, own in zip(leaves, seeds, strict=True)])
+    filled = [fill(leaf, own, 1.0, where=leaf.sharding) for leaf, own in zip(leaves, seeds, strict=True)]
+    layers, depths, hidden = tree.unflatten(filled)
     return replace(state, cache=replace(state.cache, layers=layers, depths=depths), hidden=hidden), settings
 
 
@@ -139,16 +140,16 @@ def prefill(engine: Engine, rate: float, effort: Effort, tokens: int, drafts: in
 
     times, compiling = _repeat(run, effort, f"prefill-{tokens}")
     seconds = statistics.median(times)
-    chunk = chunk_rows(tokens, 1)
+    chunks = [size for _, size in engine.chunks(tokens, engine.groups)]
     return {
         "ms": 1e3 * seconds,
         "ms_windows": [1e3 * t for t in times],
         "tokens_per_second": tokens / seconds,
         "tflops": prefill_flops(engine.config, tokens) / seconds / 1e12,
-        "chunk": chunk,
+        "chunks": chunks,
         "compile_seconds": compiling,
-        **_limit(prefill_bytes(engine.config, engine.dtype, tokens, chunk, drafts), rate, seconds),
-        "memory": device_memory(),
+        **_limit(prefill_bytes(engine.config, engine.dtype, tokens, chunks, drafts, *spread(engine)), rate, seconds),
+        "memory": device_memory(engine),
     }
 
 
@@ -165,33 +166,42 @@ def first_token(engine: Engine, rate: float, effort: Effort, tokens: int, drafts
 
     times, compiling = _repeat(run, effort, f"first-token-{tokens}")
     seconds = statistics.median(times)
-    sizes = decode_bytes(engine.config, engine.dtype, 1, tokens, drafts, _uniform(engine.config, drafts + 1))
+    hits = _uniform(engine, drafts + 1)
+    sizes = decode_bytes(engine.config, engine.dtype, 1, tokens, drafts, hits, *spread(engine))
     if tokens > 1:
-        chunk = chunk_rows(tokens - 1, 1)
-        read = prefill_bytes(engine.config, engine.dtype, tokens - 1, chunk, drafts)
+        chunks = [size for _, size in engine.chunks(tokens - 1, engine.groups)]
+        read = prefill_bytes(engine.config, engine.dtype, tokens - 1, chunks, drafts, *spread(engine))
         sizes = {name: size + read.get(name, 0.0) for name, size in sizes.items()}
     return {
         "ms": 1e3 * seconds,
         "ms_windows": [1e3 * t for t in times],
         "compile_seconds": compiling,
         **_limit(sizes, rate, seconds),
-        "memory": device_memory(),
+        "memory": device_memory(engine),
     }
 
 
-def device_memory() -> dict[str, int]:
-    """What the device says it holds now, and has held at most since the process began; nothing where it is silent."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return {name: stats[name] for name in ("bytes_in_use", "peak_bytes_in_use", "bytes_limit") if name in stats}
+def spread(engine: Engine) -> tuple[dict[str, int] | None, Quantization | None]:
+    """The sizes of the mesh, and the quantisation."""
+    return None if engine.mesh is None else dict(engine.mesh.shape), engine.quantization
+
+
+def device_memory(engine: Engine) -> dict[str, int]:
+    """What a device holds now, and has held at most since the process began, of several the one that holds most.
+
+    Nothing where devices are silent.
+    """
+    devices = jax.devices()[:1] if engine.mesh is None else engine.mesh.local_devices
+    stats = [device.memory_stats() or {} for device in devices]
+    names = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
+    return {name: max(one[name] for one in stats) for name in names if all(name in one for one in stats)}
 
 
 def cache_bytes(engine: Engine, effort: Effort, sequences: int, context: int, drafts: int) -> int:
-    """Bytes of the cache that a decode row allocates, padded batch, page buckets and all."""
-    batch = 1 << (sequences - 1).bit_length()
+    """Bytes on a device of the cache that a decode row allocates, padded batch, page buckets and all."""
+    batch = engine.batch(sequences)
     rows = context + effort.new_tokens(drafts) + drafts + 1
-    shape: CacheShape = engine.shape(np.where(np.arange(batch) < sequences, rows, 0), drafts)
-    cache = jax.eval_shape(lambda: make_cache(engine.config, shape, engine.dtype))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    return engine.cache_bytes(engine.shape(np.where(np.arange(batch) < sequences, rows, 0), drafts))
 
 
 def _repeat(run: Callable[[], tuple[float, float]], effort: Effort, name: str) -> tuple[list[float], float]:
@@ -214,10 +224,10 @@ def _prompt(engine: Engine, effort: Effort, tokens: int) -> list[int]:
     return np.random.default_rng(effort.seed).integers(engine.config.real_vocab_size, size=tokens).tolist()
 
 
-def _resetting(state: DecodeState) -> Callable[[DecodeState], DecodeState]:
+def _resetting(engine: Engine, state: DecodeState) -> Callable[[DecodeState], DecodeState]:
     """Brings a state back to the lengths it has now; what its caches hold beyond them is written again."""
     length, status = np.array(state.length), np.array(state.status)
-    return lambda state: replace(state, length=jnp.array(length), status=jnp.array(status))
+    return lambda state: replace(state, length=engine.place(length), status=engine.place(status))
 
 
 def _check(state: DecodeState, before: np.ndarray, sequences: int, context: int, rounds: int) -> int:
@@ -227,8 +237,9 @@ def _check(state: DecodeState, before: np.ndarray, sequences: int, context: int,
     return int(np.asarray(state.length)[:sequences].sum()) - sequences * context
 
 
-def _uniform(config: InklingConfig, rows: int) -> list[float]:
-    return [uniform_hits(config, rows)] * (config.num_layers - len(config.dense_layers))
+def _uniform(engine: Engine, rows: int) -> list[float]:
+    mixtures = engine.config.num_layers - len(engine.config.dense_layers)
+    return [uniform_hits(engine.config, rows, spread(engine)[0])] * mixtures
 
 
 def _limit(sizes: dict[str, float], rate: float, seconds: float) -> Row:

@@ -5,6 +5,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ import jaxlib
 from pallas_kernels import Implementation
 from pallas_kernels.bench import copy_rate
 
-from ..checkpoint import resolve
+from ..checkpoint import quantized_layers, resolve
 from ..compilation import enable_cache
 from ..config import PRESETS, ConfigError, InklingConfig
 from ..decode.engine import Engine, choose_implementation
+from ..nn import abstract_parameters
+from ..planning import held
+from ..quantization import Format, Quantization
+from ..sharding import MeshLike, check_mesh, make_mesh
 from . import measure
-from .weights import random_parameters
+from .weights import check_memory, random_parameters
 
 PARTS = ("decode", "prefill", "ttft")
 TABLE = ((1, 1024), (8, 1024), (32, 1024), (64, 1024), (1, 8192), (64, 8192), (1, 65536))
@@ -28,6 +33,7 @@ TABLE = ((1, 1024), (8, 1024), (32, 1024), (64, 1024), (1, 8192), (64, 8192), (1
 DRAFTS = (0, 1)
 
 Report = dict[str, Any]
+Point = tuple[int, int, int]  # sequences, context, drafts
 Work = tuple[dict[str, Any], Callable[[], measure.Row]]  # what names a row, and what measures it
 
 
@@ -37,72 +43,97 @@ def bench(
     sequences: Sequence[int] | None = None,
     context: Sequence[int] | None = None,
     drafts: Sequence[int] | None = None,
+    rows: Sequence[Point] | None = None,
     parts: Sequence[str] = PARTS,
-    prefill_tokens: int | None = None,
+    prefill_tokens: int | Sequence[int] | None = None,
     prompt_tokens: int | None = None,
     rounds: int = 32,
     windows: int = 5,
     routing: bool = True,
     dtype: str = "bfloat16",
+    quantization: Format | None = None,
+    mesh: MeshLike = None,
     implementation: Implementation | None = None,
     seed: int = 0,
     profile: str | os.PathLike[str] | None = None,
     progress: Callable[[Report], None] | None = None,
 ) -> Report:
-    """Measures a model of random weights on the first device; the report is plain data, ready for JSON.
+    """Measures a model of random weights on the first device or on a mesh; the report is plain data, ready for JSON.
 
     model: the name of a config ("slice-8", "small-slice", "inkling", ...), "nano", a config.json or its directory.
     sequences, context: decode every combination of these (one alone: the other is 1, or 1024); without both, `TABLE`
         as far as the model's context reaches. drafts: MTP drafts a round, by default 0 and 1.
-    parts: of "decode", "prefill" (`prefill_tokens`, by default 8192) and "ttft" (the time to the first token after
-        `prompt_tokens`, by default 1024); the last two with the first of `drafts`.
+    rows: in place of these three, (sequences, context, drafts) of each row to decode, in this order.
+    parts: of "decode", "prefill" (`prefill_tokens`, one number or several, by default 8192) and "ttft" (the time to the
+        first token after `prompt_tokens`, by default 1024); the last two with the first of `drafts`, with `rows` none.
+    quantization: "nvfp4" or "mxfp4" for routed experts in 4 bits, in the layers that `quantize` would choose.
+    mesh: how many devices to spread over, as {"tensor": 2}, or a `Mesh`, as for `load`.
     rounds, windows: a figure is the median of `windows` timings, each of one call that runs `rounds` rounds.
     routing: measure which experts are hit; False takes the expectation under uniform routing and compiles less.
-    profile: a directory for traces of a few rounds of each row. progress: called with the report when the weights are
-        there, when a row begins (it is named by "running") and when it is done.
+    profile: a directory for traces of a few rounds of each row. progress: called with the report before the weights are
+        drawn and when they are there, when a row begins (it is named by "running") and when it is done.
 
-    A row that fails holds "error" in place of figures. Raises ValueError naming the argument, MemoryError where the
-    weights do not fit, NotImplementedError where the implementation cannot run.
+    "needed" in the report is said before anything is drawn: bytes on each device of the weights and of the cache of the
+    row that has the largest. A row that fails holds "error" in place of figures. Raises ValueError naming the argument,
+    MemoryError where the weights and the smallest cache do not fit, NotImplementedError where the implementation cannot
+    run.
     """
     name, config = find_config(model)
     choose_implementation(config, implementation)
     _check(config, dtype=dtype, parts=parts, rounds=rounds, windows=windows)
-    drafts = _drafts(config, drafts)
     effort = measure.Effort(rounds, windows, seed, None if profile is None else Path(profile))
+    if rows is not None and (sequences, context, drafts) != (None, None, None):
+        raise ValueError("rows: they stand in place of sequences, context and drafts; give one or the others")
+    drafts = _drafts(config, [row[2] for row in rows] if rows else drafts)
     new = max(map(effort.new_tokens, drafts))
     if new >= config.max_context:
         raise ValueError(
             f"rounds: {rounds} of up to {max(drafts) + 1} tokens exceed the context of {config.max_context}"
         )
-    points = _points(config, sequences, context, new) if "decode" in parts else []
+    points = _points(config, sequences, context, drafts, new) if rows is None else _rows(config, rows, effort)
+    first = 0 if rows is not None else drafts[0]
     prompts = {
-        "prefill": _length(config, "prefill_tokens", prefill_tokens, 8192, 2),
-        "ttft": _length(config, "prompt_tokens", prompt_tokens, 1024, new),
+        "prefill": [_length(config, "prefill_tokens", n, 8192, 2) for n in _several(prefill_tokens)],
+        "ttft": [_length(config, "prompt_tokens", prompt_tokens, 1024, new)],
     }
-    lengths = {part: length for part, length in prompts.items() if part in parts}
+    work = [("decode", point) for point in points if "decode" in parts]
+    work += [(part, (length, first)) for part in PARTS[1:] if part in parts for length in prompts[part]]
+    devices, packed = None if mesh is None else make_mesh(mesh), _quantization(config, quantization)
+    if devices is not None:
+        check_mesh(config, devices, packed)
 
+    tell = progress or (lambda _: None)
     cached = enable_cache() is not None
-    rate = copy_rate() if jax.default_backend() != "cpu" else copy_rate(2**25)
-    begin = time.perf_counter()
-    params = jax.block_until_ready(random_parameters(config, dtype, seed))
+    engine = Engine(config, abstract_parameters(config, dtype, packed), dtype, implementation, devices)
+    caches = [_cache(engine, effort, part, sizes) for part, sizes in work]
+    check_memory(config, dtype, packed, devices, min(caches))
     report = _about(name, config, dtype) | {
-        "parameters": sum(x.size for x in params.values()),
-        "weights_bytes": sum(x.nbytes for x in params.values()),
-        "weights_seconds": time.perf_counter() - begin,
-        "copy_rate": rate,
+        "quantization": quantization,
+        "mesh": None if devices is None else dict(devices.shape),
+        "devices": 1 if devices is None else devices.size,
+        "implementation": engine.implementation,
+        "needed": {"weights": sum(held(config, *measure.spread(engine), dtype).values()), "cache": max(caches)},
+        "copy_rate": copy_rate() if jax.default_backend() != "cpu" else copy_rate(2**25),
         "compilation_cache": cached,
         "rounds": rounds,
         "windows": windows,
         "seed": seed,
-        "running": None,
+        "running": {"part": "weights"},
         "rows": [],
     }
-    engine = Engine(config, params, dtype, implementation)
-    report["implementation"] = engine.implementation
-    report["memory"] = measure.device_memory()
-    tell = progress or (lambda _: None)
     tell(report)
-    for row, run in _work(engine, rate, effort, measure.Hits(routing, {}), points, drafts, lengths):
+    begin = time.perf_counter()
+    params = jax.block_until_ready(random_parameters(config, dtype, seed, packed, devices))
+    engine = Engine(config, params, dtype, implementation, devices)
+    report |= {
+        "parameters": sum(x.size for x in abstract_parameters(config).values()),
+        "weights_bytes": sum(x.nbytes for x in params.values()),
+        "weights_seconds": time.perf_counter() - begin,
+        "memory": measure.device_memory(engine),
+        "running": None,
+    }
+    tell(report)
+    for row, run in _work(engine, report["copy_rate"], effort, measure.Hits(routing, {}), work):
         report["running"] = row
         tell(report)
         try:
@@ -131,22 +162,34 @@ def find_config(model: str | os.PathLike[str] | InklingConfig) -> tuple[str, Ink
 
 
 def _work(
-    engine: Engine,
-    rate: float,
-    effort: measure.Effort,
-    hits: measure.Hits,
-    points: Iterable[tuple[int, int]],
-    drafts: Sequence[int],
-    lengths: dict[str, int],
+    engine: Engine, rate: float, effort: measure.Effort, hits: measure.Hits, work: Iterable[tuple[str, tuple[int, ...]]]
 ) -> Iterator[Work]:
-    for batch, length in points:
-        for k in drafts:
-            row = {"part": "decode", "sequences": batch, "context": length, "drafts": k}
-            yield row, lambda b=batch, n=length, k=k: measure.decode(engine, rate, effort, hits, b, n, k)
-    for part, run in (("prefill", measure.prefill), ("ttft", measure.first_token)):
-        if part in lengths:
-            row = {"part": part, "tokens": lengths[part], "drafts": drafts[0]}
-            yield row, lambda run=run, n=lengths[part]: run(engine, rate, effort, n, drafts[0])
+    """What names each row, and what measures it."""
+    for part, sizes in work:
+        if part == "decode":
+            row = dict(zip(("sequences", "context", "drafts"), sizes, strict=True))
+            yield {"part": part, **row}, partial(measure.decode, engine, rate, effort, hits, *sizes)
+        else:
+            run = measure.prefill if part == "prefill" else measure.first_token
+            row = dict(zip(("tokens", "drafts"), sizes, strict=True))
+            yield {"part": part, **row}, partial(run, engine, rate, effort, *sizes)
+
+
+def _cache(engine: Engine, effort: measure.Effort, part: str, sizes: tuple[int, ...]) -> int:
+    """Bytes of a row's cache on a device."""
+    sequences, context, drafts = sizes if part == "decode" else (1, *sizes)
+    return measure.cache_bytes(engine, effort, sequences, context, drafts)
+
+
+def _quantization(config: InklingConfig, format: Format | None) -> Quantization | None:
+    """Raises ValueError for another format, and for a model that cannot be held in it."""
+    if format is None:
+        return None
+    quantization = Quantization(format, quantized_layers(config))
+    if not quantization.layers:
+        raise ValueError("quantization: the first layer with routed experts stays as it is, and there is no other")
+    quantization.check(config)
+    return quantization
 
 
 def _check(config: InklingConfig, *, dtype: str, parts: Sequence[str], rounds: int, windows: int) -> None:
@@ -174,20 +217,37 @@ def _drafts(config: InklingConfig, drafts: Sequence[int] | None) -> list[int]:
 
 
 def _points(
-    config: InklingConfig, sequences: Sequence[int] | None, context: Sequence[int] | None, new: int
-) -> list[tuple[int, int]]:
-    """(sequences, context) of the decode rows, which all have room for `new` more tokens."""
+    config: InklingConfig,
+    sequences: Sequence[int] | None,
+    context: Sequence[int] | None,
+    drafts: Sequence[int],
+    new: int,
+) -> list[Point]:
+    """(sequences, context, drafts) of the decode rows, which all have room for `new` more tokens."""
     if sequences is None and context is None:
         fitting = [(batch, length) for batch, length in TABLE if length + new <= config.max_context]
-        return fitting or [(1, config.max_context - new)]
-    if (sequences is not None and not sequences) or (context is not None and not context):
+        points = fitting or [(1, config.max_context - new)]
+    elif (sequences is not None and not sequences) or (context is not None and not context):
         raise ValueError("sequences, context: expected at least one number of each")
-    points = [
-        (_whole("sequences", b, 1), _whole("context", n, 1)) for b in sequences or (1,) for n in context or (1024,)
-    ]
-    for _, length in points:
-        _fits(config, "context", length, new)
-    return points
+    else:
+        points = [(b, n) for b in sequences or (1,) for n in context or (1024,)]
+    for batch, length in points:
+        _whole("sequences", batch, 1)
+        _fits(config, "context", _whole("context", length, 1), new)
+    return [(batch, length, k) for batch, length in points for k in drafts]
+
+
+def _rows(config: InklingConfig, rows: Sequence[Point], effort: measure.Effort) -> list[Point]:
+    for batch, length, drafts in rows:
+        _whole("rows: sequences", batch, 1)
+        _fits(config, "rows: context", _whole("rows: context", length, 1), effort.new_tokens(drafts))
+    if not rows:
+        raise ValueError("rows: expected at least one (sequences, context, drafts)")
+    return list(rows)
+
+
+def _several(numbers: int | Sequence[int] | None) -> Sequence[int | None]:
+    return [numbers] if numbers is None or isinstance(numbers, int) else numbers
 
 
 def _length(config: InklingConfig, name: str, tokens: int | None, default: int, new: int) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Sequence
 
 from inkling_jax.sharding import parse_mesh
@@ -26,6 +27,14 @@ def wholes(least: int) -> Callable[[str], list[int]]:
     """Integers of at least `least`, separated by commas."""
     one = whole(least)
     return lambda text: [one(part) for part in text.split(",")]
+
+
+def points(text: str) -> list[tuple[int, int, int]]:
+    """Rows of a table separated by commas: sequences x tokens, and + drafts if there are any: 1x1024,64x1024+1."""
+    rows = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:\+(\d+))?", part) for part in text.split(",")]
+    if not all(rows):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rows like 1x1024,64x1024+1")
+    return [(int(row[1]), int(row[2]), int(row[3] or 0)) for row in rows if row]
 
 
 def some_of(names: Sequence[str]) -> Callable[[str], list[str]]:

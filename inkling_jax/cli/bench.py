@@ -8,8 +8,9 @@ from typing import Any
 
 from inkling_jax.benchmark import PARTS, bench
 from inkling_jax.config import PRESETS
+from inkling_jax.quantization import FORMATS
 
-from .arguments import some_of, whole, wholes
+from .arguments import mesh, points, some_of, whole, wholes
 from .units import in_bytes
 
 HELP = "how fast a model decodes here, and the memory limit"
@@ -22,6 +23,8 @@ examples:
   inkling-jax bench small-slice --drafts 0,1,2,4 --sequences 1 --json figures.json
   inkling-jax bench ./config.json --profile ./traces
   inkling-jax bench nano --quick             a small model, on any machine
+  inkling-jax bench --config inkling-small --quantization nvfp4 --mesh tensor=2
+  inkling-jax bench slice-8 --mesh tensor=2 --rows 1x1024,64x1024,1x1024+1 --only decode
 
 MODEL is {", ".join(PRESETS)}, nano, a config.json or a directory with one.
 Weights are drawn at random on the device, none are read. A row is printed when it is measured; --json rewrites FILE
@@ -48,17 +51,22 @@ PEER_MS = {
 }
 PEER_PREFILL = (8192, 47_700)  # tokens, and tokens a second
 
+_POINTS = ("sequences", "context", "drafts")
 _QUICK = {"sequences": [1, 64], "context": [1024], "drafts": [0], "only": ["decode"], "rounds": 16, "windows": 3}
 _DEFAULTS = {"rounds": 32, "windows": 5, "only": list(PARTS)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", default="slice-8", help="which config (default: slice-8)")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="which config (default: slice-8)")
+    parser.add_argument("--config", metavar="MODEL", help="the same as MODEL")
     parser.add_argument("--sequences", metavar="N,N", type=wholes(1), help="decode so many at once: 1,8,64")
     parser.add_argument("--context", metavar="N,N", type=wholes(1), help="of so many tokens each: 1024,8192")
     parser.add_argument("--drafts", metavar="N,N", type=wholes(0), help="MTP drafts a round (default: 0,1)")
+    parser.add_argument(
+        "--rows", metavar="BxN+K", type=points, help="just these rows: K drafts, or none, for B sequences of N tokens"
+    )
     parser.add_argument("--only", metavar="PART,PART", type=some_of(PARTS), help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--prefill-tokens", metavar="N", type=whole(1), help="prefill so many (default 8192)")
+    parser.add_argument("--prefill-tokens", metavar="N,N", type=wholes(1), help="prefill so many (default 8192)")
     parser.add_argument("--prompt-tokens", metavar="N", type=whole(1), help="prompt of ttft (default 1024)")
     parser.add_argument("--rounds", metavar="N", type=whole(1), help="rounds in a timed window (default 32)")
     parser.add_argument("--windows", metavar="N", type=whole(1), help="windows, of which the median (default 5)")
@@ -70,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="experts hit: counted in a few extra rounds, or those expected of even routing, which compiles less",
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
+    parser.add_argument("--quantization", choices=FORMATS, help="routed experts in 4 bits (default: none)")
+    parser.add_argument("--mesh", metavar="SIZES", type=mesh, help="over so many devices: tensor=2,expert=4")
     parser.add_argument(
         "--implementation",
         choices=("xla", "triton", "interpret"),
@@ -83,12 +93,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
         raise ValueError(f"argument --json: {arguments.json.parent} is no directory")
+    if None not in (arguments.model, arguments.config):
+        raise ValueError(f"argument --config: MODEL is given too, as {arguments.model}")
+    given = (*_POINTS, "rows") if arguments.rows is not None else ()
     for name, value in (_QUICK if arguments.quick else _DEFAULTS).items():
-        if getattr(arguments, name) is None:
+        if getattr(arguments, name) is None and name not in given:
             setattr(arguments, name, value)
-    names = ("sequences", "context", "drafts", "prefill_tokens", "prompt_tokens", "rounds", "windows", "dtype")
+    names = (*_POINTS, "rows", "prefill_tokens", "prompt_tokens", "rounds", "windows", "dtype", "quantization", "mesh")
     report = bench(
-        arguments.model,
+        arguments.model or arguments.config or "slice-8",
         **{name: getattr(arguments, name) for name in (*names, "implementation", "seed", "profile")},
         parts=arguments.only,
         routing=arguments.routing == "measured",
@@ -101,12 +114,12 @@ class _Printer:
     """Shows a report as it grows: the header, what is running on standard error, each row when it is there."""
 
     def __init__(self, file: Path | None):
-        self._file, self._shown, self._started, self._part = file, 0, False, ""
+        self._file, self._shown, self._told, self._part = file, 0, set[str](), ""
 
     def __call__(self, report: dict[str, Any]) -> None:
-        if not self._started:
-            print("\n".join(header(report)), flush=True)
-            self._started = True
+        self._once("\n".join(header(report)))
+        if "weights_seconds" in report:
+            self._once(drawn(report))
         if report["running"] is not None:
             print(f"measuring {_name(report['running'])} ...", file=sys.stderr, flush=True)
         for row in report["rows"][self._shown :]:
@@ -118,17 +131,32 @@ class _Printer:
         if self._file is not None:
             self._file.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
+    def _once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            print(text, flush=True)
+
 
 def header(report: dict[str, Any]) -> list[str]:
-    """What is measured, and on what."""
-    where = f"{report['device']}, jax {report['versions']['jax']}, {report['date']}"
-    weights = f"{in_bytes(report['weights_bytes'])} in {report['dtype']}, drawn in {report['weights_seconds']:.1f} s"
+    """What is measured on what, and what it needs: known before anything is drawn."""
+    count, mesh, needed = report["devices"], report["mesh"] or {}, report["needed"]
+    sizes = ",".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
+    kind = report["device"] if count == 1 else f"{count} x {report['device']} ({sizes})"
+    where = f"{kind}, jax {report['versions']['jax']}, {report['date']}"
     return [
         f"{report['model']} on {where}, implementation {report['implementation']}",
-        f"{report['parameters']:,} random weights, {weights}",
+        f"needs {in_bytes(needed['weights'])} of weights and up to {in_bytes(needed['cache'])} of cache"
+        f"{' on each device' if count > 1 else ''}",
         f"copy rate {report['copy_rate'] / 1e12:.3f} TB/s; medians of {report['windows']} windows of "
         f"{report['rounds']} rounds",
     ]
+
+
+def drawn(report: dict[str, Any]) -> str:
+    """The weights, once they are there."""
+    dtype = f"{report['dtype']}, experts in {report['quantization']}" if report["quantization"] else report["dtype"]
+    weights = f"{in_bytes(report['weights_bytes'])} in {dtype}, drawn in {report['weights_seconds']:.1f} s"
+    return f"{report['parameters']:,} random weights, {weights}"
 
 
 def titles(report: dict[str, Any]) -> str:
@@ -162,6 +190,8 @@ def line(report: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 def _name(row: dict[str, Any]) -> str:
+    if row["part"] == "weights":
+        return "how long drawing the weights takes"
     if row["part"] == "decode":
         return f"decode {row['sequences']} x {row['context']}, {row['drafts']} drafts"
     what = "prefill of" if row["part"] == "prefill" else "first token after"
@@ -170,7 +200,8 @@ def _name(row: dict[str, Any]) -> str:
 
 def _has_peer(report: dict[str, Any]) -> bool:
     """Whether the known figures of another engine are of this model on this kind of device."""
-    return report["model"] == "slice-8" and report["dtype"] == "bfloat16" and "H200" in report["device"]
+    same = report["model"] == "slice-8" and report["dtype"] == "bfloat16" and not report["quantization"]
+    return same and report["devices"] == 1 and "H200" in report["device"]
 
 
 def _peer(report: dict[str, Any], row: dict[str, Any]) -> float | None:

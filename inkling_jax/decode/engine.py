@@ -7,6 +7,7 @@ model.
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -33,6 +34,8 @@ from .request import Request
 from .state import FULL, RUNNING, DecodeState, Settings
 
 PREFILL_CHUNKS = (32, 128, 512)
+LARGE_CHUNKS = (2048, 8192)  # on the kernels: there a step of 512 rows waits for the weights of the experts
+GRAPHED = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "CONDITIONAL", "DYNAMIC_SLICE_FUSION")  # by default
 LEAST_CAPACITY = 1024
 LEAST_STOPS = 16
 
@@ -45,11 +48,24 @@ def bucket(n: int, least: int) -> int:
     return -(-n // step) * step
 
 
-def chunk_rows(longest: int, batch: int) -> int:
-    """Rows of a prefill step: enough for the longest prompt, bounded so that a large batch does not fill memory."""
-    most = max(PREFILL_CHUNKS[0], 4096 // batch)
-    fitting = [size for size in PREFILL_CHUNKS if size <= most]
-    return next((size for size in fitting if size >= longest), fitting[-1])
+def chunk_sizes(implementation: Implementation, batch: int) -> list[int]:
+    """Rows that a step over a prompt may have, bounded so that a large batch does not fill memory."""
+    sizes = PREFILL_CHUNKS if implementation == "xla" else PREFILL_CHUNKS + LARGE_CHUNKS
+    most = max(PREFILL_CHUNKS[0], (4096 if implementation == "xla" else LARGE_CHUNKS[-1]) // batch)
+    return [size for size in sizes if size <= most]
+
+
+def make_chunks(rows: int, sizes: list[int]) -> list[tuple[int, int]]:
+    """Start and size of the steps over so many rows: the largest that fit, then one that is more than half full."""
+    steps, start = [], 0
+    while start < rows:
+        left = rows - start
+        enough = next((size for size in sizes if size >= left), None)
+        if enough is None or (enough > sizes[0] and 2 * left <= enough):
+            enough = max(size for size in sizes if size <= left)
+        steps.append((start, enough))
+        start += enough
+    return steps
 
 
 class Engine:
@@ -83,13 +99,15 @@ class Engine:
         def model(leaves: list[Array]) -> InklingModel:
             return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
-        def on_shards(step: Callable[..., Any], leaves: list[Array], *arrays: Any, logits: bool = False) -> Any:
-            """A step on each device. It returns a state split as the first array, behind `logits` if it makes them."""
+        def on_shards(
+            step: Callable[..., Any], leaves: list[Array], *arrays: Any, beside: PartitionSpec | None = None
+        ) -> Any:
+            """A step on each device. It returns a state split as the first array, behind an array split as `beside`."""
             run = lambda leaves, *arrays: step(model(leaves), *arrays)  # noqa: E731
             if mesh is None or mesh.size == 1:
                 return run(leaves, *arrays)
             weights, given = [where[path].spec for path in paths], tuple(map(specs, arrays))
-            returned = (spec_of(("batch",)), given[0]) if logits else given[0]
+            returned = given[0] if beside is None else (beside, given[0])
             return jax.shard_map(run, mesh=mesh, in_specs=(weights, *given), out_specs=returned, check_vma=False)(
                 leaves, *arrays
             )
@@ -102,16 +120,17 @@ class Engine:
 
         def run_teacher_forced(leaves, cache, tokens, length, start, chunk, depth):
             step = partial(teacher_forced, chunk=chunk, depth=depth)
-            return on_shards(step, leaves, cache, tokens, length, start, logits=True)
+            return on_shards(step, leaves, cache, tokens, length, start, beside=spec_of(("batch",)))
 
-        self.model = model
-        self.prefill = jax.jit(run_prefill, donate_argnums=1, static_argnames=("chunk", "drafts"))
-        self.decode = jax.jit(run_decode, donate_argnums=1, static_argnames=("drafts",))
-        self.teacher_forced = jax.jit(run_teacher_forced, donate_argnums=1, static_argnames=("chunk", "depth"))
+        self.model, self.on_shards, self.quantization = model, on_shards, packed
+        jit = partial(jax.jit, donate_argnums=1, compiler_options=compiler_options(mesh))
+        self.prefill = jit(run_prefill, static_argnames=("chunk", "drafts"))
+        self.decode = jit(run_decode, static_argnames=("drafts",))
+        self.teacher_forced = jit(run_teacher_forced, static_argnames=("chunk", "depth"))
 
     def start(self, requests: list[Request], drafts: int) -> tuple[DecodeState, Settings]:
         """The state and settings of a batch, padded to a bucket with sequences that are already full."""
-        batch = self.groups * (1 << (-(-len(requests) // self.groups) - 1).bit_length())
+        batch = self.batch(len(requests))
         prompt = np.ones(batch, np.int32)
         limit = np.ones(batch, np.int32)
         for b, request in enumerate(requests):
@@ -139,10 +158,18 @@ class Engine:
         )
         return state, jax.tree.map(self.place, _settings(requests, batch, self.config))
 
+    def chunks(self, rows: int, batch: int) -> list[tuple[int, int]]:
+        """Start and size of the prefill steps over the `rows` first rows of a batch of prompts."""
+        return make_chunks(rows, chunk_sizes(self.implementation, batch // self.groups))
+
     @property
     def groups(self) -> int:
         """Over how many devices the sequences of a batch are split."""
         return 1 if self.mesh is None else parts_of(self.mesh, TABLE["batch"])
+
+    def batch(self, sequences: int) -> int:
+        """How many sequences a batch is padded to: on every device of the data axis a power of two."""
+        return self.groups * (1 << (-(-sequences // self.groups) - 1).bit_length())
 
     def place(self, array: np.ndarray) -> Array:
         """An array [B, ...] of the host on the devices, each with its own sequences."""
@@ -194,6 +221,19 @@ class Engine:
         return sum(jax.tree.leaves(jax.tree.map(size, cache, specs(cache))))
 
 
+def compiler_options(mesh: Mesh | None) -> dict[str, str] | None:
+    """Captures collectives into the graph of a step, so that the host launches once a round on a mesh too.
+
+    XLA's list of what a graph may hold leaves them out. None where no GPUs talk, or where XLA_FLAGS has a list of its
+    own.
+    """
+    if mesh is None or mesh.size == 1 or mesh.devices.flat[0].platform == "cpu":
+        return None
+    if "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", ""):
+        return None
+    return {"xla_gpu_enable_command_buffer": ",".join([*GRAPHED, "COLLECTIVES"])}
+
+
 def _placed(array: Array | jax.ShapeDtypeStruct, where: NamedSharding) -> Array | jax.ShapeDtypeStruct:
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
@@ -220,7 +260,11 @@ def choose_implementation(config: InklingConfig, asked: str | None) -> Implement
 
 def free_memory(array: Array) -> int | None:
     """Bytes free on the device of an array, or None where it does not say."""
-    device = array.addressable_shards[0].device
+    return free_bytes(array.addressable_shards[0].device)
+
+
+def free_bytes(device: Any) -> int | None:
+    """Bytes free on a device, or None where it does not say."""
     if device.platform == "cpu":
         return psutil.virtual_memory().available
     stats = device.memory_stats() or {}

@@ -55,7 +55,7 @@ def teacher_forced(
     """
     depths = 0 if depth is None else depth + 1
     outputs, cache = _chunk(model, cache, tokens, length, length - 1, start, chunk, depths)
-    return all_gather(model.logits(outputs[-1]), "vocab")[..., : model.unembed.real], cache
+    return all_gather(model.logits(outputs[-1], cache.implementation), "vocab")[..., : model.unembed.real], cache
 
 
 def _chunk(
@@ -139,7 +139,7 @@ def propose(
     for d in range(drafts):
         h, cache = model.depth(d, h, _tokens(state.tokens, start + d + 1, window), rows, cache)
         row = jnp.take_along_axis(h, last[:, None, None], axis=1)
-        logits.append(Logits.of(model.logits(row)[:, 0], model.unembed.real))
+        logits.append(Logits.of(model.logits(row, rows.implementation)[:, 0], model.unembed.real))
         token = choose(d, logits[-1], state, settings)
         offered = jnp.where(jnp.isfinite(logits[-1].top), offered, jnp.minimum(offered, d))
         state = dataclasses.replace(state, tokens=_put(state.tokens, state.length + d, token))
@@ -149,12 +149,12 @@ def propose(
 def verify(model: InklingModel, state: DecodeState, drafts: int) -> tuple[DecodeState, Logits]:
     """The target over the last committed token and the drafts: row j gives the logits for position length + j."""
     rows = state.cache.rows(state.length - 1, jnp.where(state.status == RUNNING, drafts + 1, 0))
-    # Off the card at least two rows: the CPU multiplies one in another order than several, and rounds it otherwise.
-    new = drafts + 1 if state.cache.implementation == "triton" else max(drafts + 1, 2)
-    tokens = _tokens(state.tokens, state.length - 1, new)
+    # Plain JAX takes at least two rows: the CPU multiplies a single one in another order, and rounds it otherwise.
+    least = 2 if rows.implementation == "xla" else 1
+    tokens = _tokens(state.tokens, state.length - 1, max(drafts + 1, least))
     h, cache = model.hidden(model.embed(tokens, rows), rows, state.cache)
     state = dataclasses.replace(state, cache=_some(cache), hidden=state.hidden.write(h, rows))
-    return state, Logits.of(model.logits(h)[:, : drafts + 1], model.unembed.real)
+    return state, Logits.of(model.logits(h, rows.implementation)[:, : drafts + 1], model.unembed.real)
 
 
 def commit(

@@ -132,7 +132,10 @@ def _restrict_parts(scaled: Float[Array, "B V"], settings: Settings) -> Float[Ar
 
 
 def _least(reached: Callable[[Int[Array, "B n"]], Bool[Array, "B n"]], batch: int) -> Int[Array, " B"]:
-    """The least non-negative int32 for which a monotone condition holds, 32 candidates a pass; the largest if none."""
+    """The least non-negative int32 for which a monotone condition holds, 32 candidates a pass; the largest if none.
+
+    Unrolled: a captured graph holds no loop in which devices talk.
+    """
 
     def step(i: Int[Array, ""], first: Int[Array, " B"]) -> Int[Array, " B"]:
         shift = jnp.maximum(26 - 5 * i, 0)
@@ -140,7 +143,7 @@ def _least(reached: Callable[[Int[Array, "B n"]], Bool[Array, "B n"]], batch: in
         short = jnp.sum(~reached(last), axis=1, dtype=jnp.int32)
         return first + (jnp.minimum(short, 31) << shift)
 
-    return lax.fori_loop(0, 7, step, jnp.zeros(batch, jnp.int32))
+    return lax.fori_loop(0, 7, step, jnp.zeros(batch, jnp.int32), unroll=True)
 
 
 def draw(probabilities: Float[Array, "B V"], key: Key[Array, " B"], vocabulary: int | None = None) -> Int[Array, " B"]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..compilation import announce
 from ..tokenizer import StreamDecoder, Tokenizer
-from .engine import Engine, chunk_rows
+from .engine import Engine
 from .request import Request
 from .state import NOT_FINITE, RUNNING, STOPPED
 
@@ -83,8 +83,7 @@ class Session:
 
     def _prefill(self) -> None:
         longest = max(len(request.tokens) for request in self.requests) - 1
-        chunk = chunk_rows(longest, self._state.length.shape[0])
-        for start in range(0, longest, chunk):
+        for start, chunk in self._engine.chunks(longest, self._state.length.shape[0]):
             with self._timed("prefill", "the prefill step"):
                 self._state = self._engine.prefill(
                     self._engine.leaves, self._state, np.int32(start), chunk=chunk, drafts=self._drafts

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels as kernels
 
 from ..cache import VERIFY_ROWS, LayerCache, PagedKV, Rows
-from ..collectives import index, parts
+from ..collectives import index, parts, summand_dtype
 from ..config import AttentionShape, InklingConfig
 from ..ops import attend, linear
 from .basic import Linear, RMSNorm, ShortConv, normal
@@ -21,7 +21,7 @@ from .basic import Linear, RMSNorm, ShortConv, normal
 class Attention(nnx.Module):
     """One layer's attention, local or global; the two kinds may differ in heads, KV heads and head_dim.
 
-    Its output is float32: on a mesh a device's part of a sum over "heads", which the residual branch rounds.
+    On a mesh that splits "heads" its output is a device's part of a sum, float32, which the residual branch rounds.
     """
 
     def __init__(self, config: InklingConfig, local: bool, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -72,7 +72,11 @@ class Attention(nnx.Module):
         if cache is not None:
             assert kv is not None and k_ring is not None and v_ring is not None
             cache = LayerCache(kv, k_ring, v_ring, cache.attn_conv, cache.mlp_conv)
-        return self.wo(out.reshape(batch, new, -1), jnp.float32), cache
+        return self._output(out, rows), cache
+
+    def _output(self, out: Float[Array, "B T N D"], rows: Rows) -> Float[Array, "B T H"]:
+        flat = out.reshape(*out.shape[:2], -1)
+        return self.wo(flat, summand_dtype("heads", flat.dtype), rows.implementation)
 
     def _own_shape(self) -> AttentionShape:
         """The heads of this device: all of them without a mesh."""
@@ -99,12 +103,12 @@ class Attention(nnx.Module):
 
         As in `ops.attend`, a verify's rows are in the pages before they attend, a chunk's are written afterwards.
         """
-        batch, new, _ = x.shape
+        new = x.shape[1]
         few, shape, kv = new <= VERIFY_ROWS, self._own_shape(), cache.kv
         wk, wv, k_taps, v_taps = self._own_keys()
         pages = dict(k_pages=kv.k, v_pages=kv.v, page_table=page_table)
         made = kernels.qkvr_prep(
-            jnp.concatenate([self.wq(x), linear(x, wk), linear(x, wv), self.wr(x)], axis=-1),
+            linear(x, [self.wq.weight[...], wk, wv, self.wr.weight[...]], implementation=rows.implementation),
             k_taps,
             v_taps,
             self.q_norm.weight[...],
@@ -139,7 +143,7 @@ class Attention(nnx.Module):
             kv = kv.write(made.k, made.v, page_table, rows)
         rings = replace(cache.k_conv, rows=made.k_ring), replace(cache.v_conv, rows=made.v_ring)
         cache = LayerCache(kv, *rings, cache.attn_conv, cache.mlp_conv)
-        return self.wo(out.reshape(batch, new, -1), jnp.float32), cache
+        return self._output(out, rows), cache
 
     def _tau(self, positions: Int[Array, "B T"]) -> Float[Array, "B T"] | None:
         """Log scaling of global layers, from the absolute position; exactly 1 below the floor."""

@@ -34,8 +34,13 @@ class Linear(nnx.Module):
     def __init__(self, inputs: int, outputs: int, axes: Axes, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = normal(rngs, (outputs, inputs), axes, dtype)
 
-    def __call__(self, x: Float[Array, "*rows I"], out_dtype: DTypeLike | None = None) -> Float[Array, "*rows O"]:
-        return linear(x, self.weight[...], out_dtype)
+    def __call__(
+        self,
+        x: Float[Array, "*rows I"],
+        out_dtype: DTypeLike | None = None,
+        implementation: kernels.Implementation = "xla",
+    ) -> Float[Array, "*rows O"]:
+        return linear(x, self.weight[...], out_dtype, implementation=implementation)
 
 
 class RMSNorm(nnx.Module):
@@ -75,9 +80,10 @@ class ShortConv(nnx.Module):
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"], Ring | None]:
         """The residual stream with this branch added, and `norm` of it; without a norm the stream again.
 
-        `branch`, float32, is this device's part of a sum over `axis`. With few rows (`collectives.few`) every device
-        sums and convolves whole rows. With many, or when its part of the ring is all it has, it sums and convolves its
-        own channels, with their taps and their part of the ring, and the stream is gathered.
+        `branch` is this device's part of a sum over `axis` (`collectives.summand_dtype`). With few rows
+        (`collectives.few`) every device sums and convolves whole rows. With many, or when its part of the ring is all
+        it has, it sums and convolves its own channels, with their taps and their part of the ring, and the stream is
+        gathered.
         """
         if few(branch.shape[0] * branch.shape[1], axis) and (ring is None or ring.axis is None):
             x = all_reduce(branch, axis).astype(residual.dtype)

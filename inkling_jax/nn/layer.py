@@ -83,15 +83,20 @@ class Depth(nnx.Module):
         page_table: Int[Array, "B pages"] | None,
     ) -> tuple[Float[Array, "B T H"], LayerCache | None]:
         """`next_norm` of the row that predicts the token after each of `tokens`; without a norm the row itself."""
-        joined = self._join(h_prev, tokens, embed, rows if cache is not None else None)
-        z = all_gather(self.proj(joined), "joined")
+        implementation = "xla" if cache is None else rows.implementation
+        joined = self._join(h_prev, tokens, embed, implementation)
+        z = all_gather(self.proj(joined, implementation=implementation), "joined")
         _, out, cache = self.layer(z, self.layer.attn_norm(z), next_norm, rows, cache, page_table)
         return out, cache
 
     def _join(
-        self, h_prev: Float[Array, "B T H"], tokens: Int[Array, "B T"], embed: Embedding, rows: Rows | None
+        self,
+        h_prev: Float[Array, "B T H"],
+        tokens: Int[Array, "B T"],
+        embed: Embedding,
+        implementation: kernels.Implementation,
     ) -> Float[Array, "B T 2*H"]:
-        if rows is None or rows.implementation == "xla":
+        if implementation == "xla":
             e = embed(tokens).astype(h_prev.dtype)
             return jnp.concatenate([self.hidden_norm(h_prev), self.embed_norm(e)], axis=-1)
         joined = kernels.embed_dual_norm_cat(
@@ -102,6 +107,6 @@ class Depth(nnx.Module):
             token_ids=tokens.reshape(-1),
             embed_table=embed.weight[...],
             pre_norm_weight=embed.norm.weight[...],
-            implementation=rows.implementation,
+            implementation=implementation,
         )
         return joined.reshape(*h_prev.shape[:-1], -1)

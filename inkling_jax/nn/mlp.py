@@ -1,6 +1,7 @@
 """The two kinds of MLP: dense SwiGLU, and a mixture of routed experts with shared ones beside them.
 
-Both give float32: on a mesh a device's part of a sum over "mlp", which the residual branch rounds once it is whole.
+On a mesh that splits "mlp" both give a device's part of a sum, float32, which the residual branch rounds once it is
+whole.
 """
 
 from functools import partial
@@ -16,7 +17,7 @@ from pallas_kernels import Implementation, moe
 from pallas_kernels.fp4 import FP4, quantize
 
 from ..cache import Rows
-from ..collectives import index, parts
+from ..collectives import index, parts, summand_dtype
 from ..config import InklingConfig
 from ..ops import route, swiglu
 from ..quantization import Format
@@ -33,7 +34,14 @@ class DenseMLP(nnx.Module):
         self.scale = constant(1.0, (1,), (None,), dtype)
 
     def __call__(self, x: Float[Array, "B T H"], rows: Rows) -> Float[Array, "B T H"]:
-        return swiglu(x, self.w13[...], self.w2[...]) * self.scale[...].astype(jnp.float32)
+        return swiglu(
+            x,
+            self.w13[...],
+            self.w2[...],
+            summand_dtype("mlp", x.dtype),
+            scale=self.scale[0],
+            implementation=rows.implementation,
+        )
 
 
 class Router(nnx.Module):
@@ -115,5 +123,5 @@ class MoE(nnx.Module):
             own = ids - index("expert") * self.experts.w13[...].shape[0]  # those of other devices add nothing
             y = mixture(flat, own, weights[:, : ids.shape[1]], *routed).astype(jnp.float32)
             for s, (w13, w2) in enumerate(zip(*shared, strict=True)):
-                y = y + weights[:, ids.shape[1] + s, None] * swiglu(flat, w13, w2)
+                y = y + weights[:, ids.shape[1] + s, None] * swiglu(flat, w13, w2, implementation=rows.implementation)
         return y.reshape(x.shape)

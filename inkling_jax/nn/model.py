@@ -9,6 +9,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import Implementation
+
 from ..cache import Cache, Rows
 from ..collectives import index, parts
 from ..config import InklingConfig
@@ -25,12 +27,13 @@ class Unembedding(nnx.Module):
         self.weight = normal(rngs, (config.vocab_size, config.hidden_size), ("vocab", "hidden"), dtype)
         self.real, self.divisor = config.real_vocab_size, config.logits_divisor
 
-    def __call__(self, h: Float[Array, "B T H"]) -> Float[Array, "B T V"]:
-        logits = linear(h, self.weight[...], jnp.float32)
+    def __call__(self, h: Float[Array, "B T H"], implementation: Implementation = "xla") -> Float[Array, "B T V"]:
+        scale, outputs = jnp.full((), 1 / self.divisor, jnp.float32), self.real if parts("vocab") == 1 else None
+        logits = linear(h, self.weight[...], jnp.float32, scale=scale, outputs=outputs, implementation=implementation)
         if parts("vocab") == 1:
-            return logits[..., : self.real] / self.divisor
+            return logits
         ids = index("vocab") * logits.shape[-1] + jnp.arange(logits.shape[-1])
-        return jnp.where(ids < self.real, logits / self.divisor, -jnp.inf)
+        return jnp.where(ids < self.real, logits, -jnp.inf)
 
 
 class InklingModel(nnx.Module):
@@ -89,12 +92,12 @@ class InklingModel(nnx.Module):
             cache = dataclasses.replace(cache, layers=tuple(layers))
         return normed, cache
 
-    def logits(self, h: Float[Array, "B T H"]) -> Float[Array, "B T V"]:
+    def logits(self, h: Float[Array, "B T H"], implementation: Implementation = "xla") -> Float[Array, "B T V"]:
         """float32 logits over the real vocabulary: `(h / divisor) U^T`. Of the final norm's output, or of a depth's.
 
-        On a mesh, those of this device's part of the padded vocabulary.
+        On a mesh, those of this device's part of the padded vocabulary. `implementation` as in `Rows`.
         """
-        return self.unembed(h)
+        return self.unembed(h, implementation)
 
     def depth(
         self,

@@ -8,9 +8,11 @@ positions b, b+1, ... lie at `flat[(b - p) * R + j]`, j = 0 .. rows * R: a conti
 like the key itself, and multiplied by r laid out block-diagonally by row. Its bounds are the extent's: what falls
 outside the array is the bias 0.
 
-The chunks depend on the table's capacity, the window and the heads, never on the batch or on other sequences' lengths,
-and the combine takes them in order: a sequence's result is bitwise the same alone and in a batch. Where sequences are
-many and their context is short, one program walks all chunks and merges them itself, by the arithmetic of the combine.
+The chunks begin at multiples of a size that depends on the table's capacity, the window and the heads, never on the
+batch, on other sequences' lengths or on how many rows are new, and the combine takes them in order; products are the
+matrix units' narrow ones whatever the tile, and sums over keys run in one order. So a row's result is bitwise the same
+alone, in a batch, and verified among others. Where sequences are many and their context is short, one program walks all
+chunks and merges them itself, by the arithmetic of the combine.
 """
 
 import dataclasses
@@ -26,7 +28,9 @@ from pallas_kernels import _dispatch as dispatch
 from pallas_kernels import _flash as flash
 from pallas_kernels._flash import divide, divide_up, remainder
 
-MAX_TILE_ROWS = {2: 64, 4: 16}  # by bytes a number: float32 products take more registers
+# By bytes a number. From 64 rows on products would be Hopper's wide ones, which add in another order; float32 products
+# take more registers.
+MAX_TILE_ROWS = {2: 32, 4: 16}
 COMBINE_CHUNKS = 16
 MIN_CHUNK = 512
 MAX_CHUNKS = 64
@@ -78,9 +82,12 @@ class Plan:
     @property
     def span(self) -> int:
         """How many of the new rows one tile can touch."""
-        whole = self.tile_rows % self.group == 0
-        touched = self.tile_rows // self.group if whole else (self.tile_rows - 2) // self.group + 2
-        return min(self.rows, touched)
+        return min(self.rows, span(self.tile_rows, self.group))
+
+
+def span(tile_rows: int, group: int) -> int:
+    """How many new rows, of `group` heads each, a tile can touch."""
+    return tile_rows // group if tile_rows % group == 0 else (tile_rows - 2) // group + 2
 
 
 def choose_tiles(
@@ -95,8 +102,8 @@ def choose_tiles(
     block = 64
     while block > 16 and block * key_bytes * stages > where.shared_memory * 0.65 > 0:
         block //= 2
-    if window is not None and window + rows <= 2048:
-        return Tiles(block, 128 if rows == 1 else 192, num_stages=stages)
+    if window is not None and window <= 2048:
+        return Tiles(block, 128, num_stages=stages)
     capacity = dispatch.next_power_of_2(capacity)
     chunks = min(max((128 if capacity <= 16384 else 256) // kv_heads, 1), MAX_CHUNKS)
     num_warps = 2 if capacity > 16384 and rows == 1 else 4
@@ -104,7 +111,7 @@ def choose_tiles(
 
 
 def first_key(plan: Plan, length: jax.Array) -> jax.Array:
-    """Where the first chunk begins: 0, or the block of the first key in the window of the oldest new row."""
+    """The beginning of the first block that a new row sees: 0, or the window's of the oldest."""
     if plan.window is None:
         return jnp.int32(0)
     return divide(jnp.maximum(length - plan.rows - plan.window + 1, 0), plan.block) * plan.block
@@ -117,7 +124,8 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, count_ref, *refs, p
     extra = list(refs)
     tau_ref = extra.pop(0) if plan.tau else None
     length, count = length_ref[sequence], count_ref[sequence]
-    low = first_key(plan, length) + chunk * plan.chunk
+    first = first_key(plan, length)
+    low = (divide(first, plan.chunk) + chunk) * plan.chunk
 
     flat = tile * plan.tile_rows + jnp.arange(plan.tile_rows, dtype=jnp.int32)
     row = divide(flat, plan.group)
@@ -128,7 +136,7 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, count_ref, *refs, p
     whole = (columns < plan.head_dim)[None, :]
 
     pages = functools.partial(load_pages, plan, table_ref, sequence)
-    first_page = pages(divide(low, plan.block) * plan.block)
+    first_page = pages(jnp.maximum(low, first))
 
     def run(low, first_page) -> flash.Softmax:
         q = plt.load(q_ref.at[place], mask=real[:, None] & whole, other=0)
@@ -137,11 +145,13 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, count_ref, *refs, p
             factor *= plt.load(tau_ref.at[sequence, row], mask=real, other=1).astype(jnp.float32)[:, None]
         bias = make_bias(plan, extra, sequence, tile, row, query_head, real, length - count)
         keys = functools.partial(load_block, plan, k_ref, v_ref, head, length)
-        return flash.gather_sums(walk(plan, q, row, length, length - count, low, factor, first_page, pages, keys, bias))
+        return flash.gather_sums(
+            walk(plan, q, row, length, length - count, low, first, factor, first_page, pages, keys, bias)
+        )
 
     def next_chunk(i, state):
         begin = low + i * plan.chunk
-        return flash.merge(state, run(begin, pages(begin)))
+        return flash.merge(state, run(begin, pages(jnp.maximum(begin, first))))
 
     if plan.serial or plan.chunks == 1:
         live = divide_up(jnp.maximum(length - low, 0), plan.chunk)
@@ -167,14 +177,14 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, count_ref, *refs, p
         plt.store(total_ref.at[sums], jnp.zeros(row.shape, jnp.float32), mask=stored)
 
 
-def walk(plan: Plan, q, row, length, oldest, low, factor, first_page, pages, keys, bias):
-    """The softmax over one chunk: far blocks (no bias, nothing of the future), then near ones.
+def walk(plan: Plan, q, row, length, oldest, low, first, factor, first_page, pages, keys, bias):
+    """The softmax over one chunk from the first block seen on, far blocks (no bias, no future), then near ones.
 
     Each step looks up the next block's page and hands it on. Looked up in its own step, the page would take up a stage
     of Triton's pipeline, and with it a buffer of keys and values: at 4 stages one block would be in flight, not three.
     """
     high = jnp.minimum(low + plan.chunk, length)
-    begin = divide(low, plan.block)
+    begin = divide(jnp.maximum(low, first), plan.block)
     end = jnp.maximum(divide_up(jnp.maximum(high, 0), plan.block), begin)
     far = divide(jnp.maximum(oldest - plan.extent + 1, 0), plan.block)
     far = jnp.minimum(jnp.maximum(far, begin), end)
@@ -323,10 +333,11 @@ def run(
     rel_dim = rel_proj.shape[0] if r is not None else 0
     max_tile_rows = MAX_TILE_ROWS[q.dtype.itemsize]
     if tiles is None:
-        wide = dispatch.next_power_of_2(min(rows, max_tile_rows // (heads // kv_heads) + 1) * rel_dim)
+        # By the most rows of a tile, however few there are: blocks must not depend on that.
+        wide = dispatch.next_power_of_2(span(max_tile_rows, heads // kv_heads) * rel_dim)
         key_bytes = (2 * dispatch.next_power_of_2(head_dim) + wide) * q.dtype.itemsize
         tiles = choose_tiles(capacity, window, rows, kv_heads, key_bytes, dispatch.target())
-    reach = capacity if window is None else min(capacity, window + rows - 1 + tiles.block - 1)
+    reach = capacity if window is None else min(capacity, window + rows - 1 + tiles.chunk - 1)
     bias = "logits" if rel_logits is not None else "project" if r is not None else "none"
     plan = Plan(
         rows, heads // kv_heads, head_dim, page, capacity, extent if bias != "none" else 0, window, scale, bias,

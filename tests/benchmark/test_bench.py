@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import inkling_jax
 from inkling_jax.benchmark import measure, run
@@ -19,6 +21,8 @@ from inkling_jax.config import ConfigError
 from inkling_jax.decode.engine import Engine
 from inkling_jax.decode.state import RUNNING
 from inkling_jax.nn import abstract_parameters
+from inkling_jax.planning import held
+from inkling_jax.sharding import make_mesh
 from tests import reference
 
 CONFIG = replace(reference.BASE, num_layers=1, local_layers=(), dense_layers=(), mtp_depths=1, mtp_local=(0,))
@@ -32,13 +36,17 @@ def known_rate(monkeypatch):
     monkeypatch.setattr(run, "enable_cache", lambda: None)
 
 
+def engine_on(mesh: Mesh | None) -> Engine:
+    """A router that knows four of the eight experts: a bias outweighs the scores of the others."""
+    bias = jnp.zeros(8, jnp.float32).at[jnp.array([1, 4, 5, 6])].set(9)
+    with jax.numpy_dtype_promotion("strict"):  # as in every test: what is compiled here is theirs too
+        params = random_parameters(CONFIG, "float32", 0, None, mesh) | {"layers.0.mlp.router.bias": bias}
+    return Engine(CONFIG, params, "float32", mesh=mesh)
+
+
 @pytest.fixture(scope="module")
 def engine():
-    """A router that knows four of the eight experts: a bias outweighs the scores of the others."""
-    bias = jnp.zeros(8, jnp.float32).at[jnp.array([1, 3, 4, 6])].set(9)
-    with jax.numpy_dtype_promotion("strict"):  # as in every test: what is compiled here is theirs too
-        params = random_parameters(CONFIG, "float32", 0) | {"layers.0.mlp.router.bias": bias}
-    return Engine(CONFIG, params, "float32")
+    return engine_on(None)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +71,7 @@ def test_a_window_is_one_call_of_many_rounds(decoded):
 
 def test_no_window_compiles(engine, decoded):
     state, settings = measure.occupied(engine, EFFORT, sequences=3, context=40, drafts=1)
-    reset = measure._resetting(state)
+    reset = measure._resetting(engine, state)
     state = measure.run_rounds(engine, state, settings, 2, 1)
     with announce("the windows") as watch:
         for _ in range(2):
@@ -88,6 +96,16 @@ def test_the_cache_is_counted_as_it_is_allocated(decoded):
     assert decoded[0]["memory"]["cache_bytes"] == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
 
+def test_what_does_not_fit_is_refused_before_anything_is_drawn(monkeypatch):
+    monkeypatch.setattr(run, "random_parameters", lambda *_: pytest.fail("drawn"))
+    engine = Engine(CONFIG, abstract_parameters(CONFIG, "float32"), "float32")
+    cache = measure.cache_bytes(engine, replace(EFFORT, rounds=32), 8, 400, 0)
+    free = sum(held(CONFIG, dtype="float32").values()) + cache - 1  # short of the smaller of the two rows
+    monkeypatch.setattr("inkling_jax.benchmark.weights.free_bytes", lambda device: free)
+    with pytest.raises(MemoryError, match="on each device, 0.0. GiB of them for the cache"):
+        inkling_jax.bench(CONFIG, rows=[(32, 400, 0), (8, 400, 0)], parts=["decode"], dtype="float32")
+
+
 def test_experts_that_are_hit_are_counted(decoded):
     """Six rows choose three of four experts each, the rows of the padding sequence none."""
     found = decoded[0]["routing"]
@@ -96,11 +114,24 @@ def test_experts_that_are_hit_are_counted(decoded):
     assert 3 < found["hit"] <= 4 and found["hit_if_uniform"] == pytest.approx(8 * (1 - (5 / 8) ** 6))
 
 
+def test_on_a_mesh_the_busiest_device_counts():
+    """Two sequences on each of two groups, half of the experts on each of two devices: three of the four are there."""
+    steps = engine_on(make_mesh({"data": 2, "expert": 2}))
+    row = measure.decode(steps, RATE, EFFORT, measure.Hits(True, {}), sequences=3, context=40, drafts=1)
+    found = row["routing"]
+    assert (found["rows"], found["experts"]) == (4, 4) and 2 < found["hit"] <= 3
+    assert found["hit_if_uniform"] == pytest.approx(4 * (1 - (5 / 8) ** 4))
+    length = 40 + (3 * row["tokens_per_round"] - 1) / 2
+    mesh = {"data": 2, "expert": 2}
+    assert row["bytes"] == pytest.approx(decode_bytes(CONFIG, "float32", 3, length, 1, found["hit_by_layer"], mesh))
+
+
 def test_distinct_experts_of_the_valid_rows():
     ids = jnp.array([[0, 1], [1, 2], [5, 6]], jnp.int32)
     assert int(experts_hit(ids, jnp.array([True, True, True]), 8)) == 5
     assert int(experts_hit(ids, jnp.array([True, True, False]), 8)) == 3
     assert int(experts_hit(ids, jnp.zeros(3, bool), 8)) == 0
+    assert int(experts_hit(ids - 4, jnp.ones(3, bool), 2)) == 1  # those of a device that holds the experts 4 and 5
 
 
 def test_sequences_stand_in_the_middle_of_random_rows(engine):
@@ -116,8 +147,8 @@ def test_sequences_stand_in_the_middle_of_random_rows(engine):
 
 def test_a_prompt_and_its_first_token(engine):
     row = measure.prefill(engine, RATE, EFFORT, tokens=40, drafts=0)
-    assert row["chunk"] == 128 and row["tokens_per_second"] == pytest.approx(40 / row["ms"] * 1e3)
-    assert row["bytes"] == pytest.approx(prefill_bytes(CONFIG, "float32", 40, 128, 0))
+    assert row["chunks"] == [32, 32] and row["tokens_per_second"] == pytest.approx(40 / row["ms"] * 1e3)
+    assert row["bytes"] == pytest.approx(prefill_bytes(CONFIG, "float32", 40, [32, 32], 0))
     first = measure.first_token(engine, RATE, EFFORT, tokens=41, drafts=0)
     both = {k: v + decode_bytes(CONFIG, "float32", 1, 41, 0, [3])[k] for k, v in row["bytes"].items()}
     assert first["bytes"] == pytest.approx(both)
@@ -178,6 +209,12 @@ def test_rows_parts_and_effort_are_as_asked(told):
     assert [row["asked"] for row in alone] == [(1, 7, 0), (1, 9, 0)]
 
 
+def test_rows_are_given_one_by_one_and_prefills_several_times(told):
+    options: dict[str, Any] = dict(prefill_tokens=[40, 80], prompt_tokens=9, dtype="float32")
+    rows = inkling_jax.bench(CONFIG, rows=[(2, 7, 1), (3, 9, 0)], **options)["rows"]
+    assert [row["asked"] for row in rows] == [(2, 7, 1), (3, 9, 0), (40, 0), (80, 0), (9, 0)]
+
+
 def test_a_failed_row_leaves_the_others(told):
     options = dict(sequences=[13, 2], context=[7], drafts=[0], parts=["decode"], dtype="float32")
     rows = inkling_jax.bench(CONFIG, **options)["rows"]
@@ -190,17 +227,20 @@ def test_the_report_says_what_was_measured_where(told):
 
     def progress(report):
         seen.append((report["running"], len(report["rows"])))
+        assert report["needed"] == {"weights": weights, "cache": measure.cache_bytes(tiny, effort, 1, 480, 0)}
 
+    abstract = abstract_parameters(CONFIG, "float32")
+    weights = sum(np.prod(x.shape) * x.dtype.itemsize for x in abstract.values())
+    tiny, effort = Engine(CONFIG, abstract, "float32"), replace(EFFORT, rounds=32)
     report = inkling_jax.bench(CONFIG, drafts=[0], parts=["ttft"], dtype="float32", seed=5, progress=progress)
     json.dumps(report)
     running = {"part": "ttft", "tokens": 480, "drafts": 0}
-    assert seen == [(None, 0), (running, 0), (None, 1)]
+    assert seen == [({"part": "weights"}, 0), (None, 0), (running, 0), (None, 1)]
     assert report["device"] == jax.devices()[0].device_kind and report["platform"] == "cpu"
     assert report["versions"]["jax"] == jax.__version__ and report["implementation"] == "xla"
     assert (report["dtype"], report["seed"], report["copy_rate"]) == ("float32", 5, RATE)
-    assert report["weights_bytes"] == sum(
-        np.prod(x.shape) * x.dtype.itemsize for x in abstract_parameters(CONFIG, "float32").values()
-    )
+    assert report["weights_bytes"] == weights
+    assert (report["mesh"], report["devices"], report["quantization"]) == (None, 1, None)
     assert len(report["date"]) == 10 and report["config"]["text_config"]["hidden_size"] == CONFIG.hidden_size
 
 
@@ -219,6 +259,14 @@ def test_configs_are_found_by_name_and_by_path(tmp_path):
         (dict(sequences=[0]), "sequences: expected whole numbers of at least 1, found 0"),
         (dict(context=[]), "at least one number"),
         (dict(context=[500]), "context: 500 tokens and up to 64 new ones exceed the model's context of 512"),
+        (dict(rows=[]), "rows: expected at least one"),
+        (dict(rows=[(1, 500, 0)]), "rows: context: 500 tokens and up to 32 new ones exceed"),
+        (dict(rows=[(1, 7, 2)]), "drafts: expected whole numbers of 0 to 1, found 2"),
+        (dict(rows=[(1, 7, 0)], drafts=[0]), "rows: they stand in place of sequences, context and drafts"),
+        (dict(mesh={"tensor": 99}), "mesh: tensor=99 takes 99 devices and this machine has"),
+        (dict(mesh={"expert": 3}), "num_experts = 8 does not divide by 3"),
+        (dict(quantization="int4"), "format: expected nvfp4 or mxfp4, found 'int4'"),
+        (dict(quantization="nvfp4"), "quantization: the first layer with routed experts stays as it is"),
         (dict(drafts=[2]), "drafts: expected whole numbers of 0 to 1, found 2"),
         (dict(drafts=[]), "drafts: expected at least one"),
         (dict(parts=["decode", "sing"]), "parts: expected some of decode, prefill, ttft"),

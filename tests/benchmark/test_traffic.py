@@ -5,8 +5,11 @@ from dataclasses import replace
 import pytest
 
 from inkling_jax.benchmark.traffic import decode_bytes, part, prefill_bytes, prefill_flops, uniform_hits
+from inkling_jax.checkpoint import quantized_layers
 from inkling_jax.config import InklingConfig
 from inkling_jax.nn import abstract_parameters
+from inkling_jax.quantization import Quantization
+from tests import reference
 from tests.checkpoint.tiny import CONFIG
 
 # wq, wk, wv, wr, wo, both head norms, both convolutions, rel_proj
@@ -54,12 +57,12 @@ def test_a_context_below_the_window_is_read_once():
 
 
 def test_a_prefill_reads_the_weights_once_a_chunk():
-    sizes = prefill_bytes(CONFIG, "bfloat16", tokens=40, chunk=16, drafts=0)
+    sizes = prefill_bytes(CONFIG, "bfloat16", tokens=40, chunks=[16, 16, 16], drafts=0)
     assert {name: sizes[name] for name in BACKBONE} == {name: 3 * size for name, size in BACKBONE.items()}
-    assert sizes["experts"] == pytest.approx(3 * 2 * 2 * EXPERT * 5 * (1 - 0.6**16))
+    assert sizes["experts"] == pytest.approx(2 * 2 * EXPERT * 5 * (2 * (1 - 0.6**16) + (1 - 0.6**8)))
     assert sizes["kv"] == 2 * (2 * 2 * 4 * (16 + 32) + 2 * 2 * 3 * 2 * (4 + 4))
     assert sizes["lm_head"] == sizes["depths"] == 0 and sizes["embedding"] == 40 * 24
-    depths = prefill_bytes(CONFIG, "bfloat16", tokens=40, chunk=16, drafts=2)["depths"]
+    depths = prefill_bytes(CONFIG, "bfloat16", tokens=40, chunks=[16, 16, 16], drafts=2)["depths"]
     assert depths == 3 * 2 * (2 * (2 * 12 + 24 * 12 + DENSE + AROUND) + GLOBAL + LOCAL + 12)
 
 
@@ -94,3 +97,28 @@ def test_uniform_routing():
 def test_parts():
     assert part("layers.1.mlp.experts.w13") == "experts" and part("mtp.0.layer.mlp.w13") == "depths"
     assert part("norm.weight") == part("layers.2.attn_conv.weight") == part("embed.norm.weight") == "norms_and_convs"
+
+
+def test_a_device_of_a_mesh_reads_its_part():
+    """Halves of what is split, all of what is not, and the experts that are hit there, of eight in 4 bits."""
+    config = replace(reference.BASE, num_layers=2, local_layers=(0,), hidden_size=32, expert_size=64)
+    config = replace(config, mtp_depths=0, mtp_local=())
+    packed, mesh = Quantization("nvfp4", (1,)), {"data": 2, "expert": 2, "tensor": 2}
+    sizes = decode_bytes(config, "bfloat16", 5, 1000, 0, [2.5], mesh, packed)
+    whole = decode_bytes(config, "bfloat16", 3, 1000, 0, [5])
+    expert = 3 * 32 * config.expert_size / 2 * (1 / 2 + 1 / 16) + 8  # codes, block scales; two expert scales
+    assert sizes["experts"] == pytest.approx(2.5 * expert)
+    assert sizes["router"] == whole["router"] and sizes["norms_and_convs"] == whole["norms_and_convs"]
+    assert sizes["embedding"] == whole["embedding"]  # of three of the sequences
+    assert sizes["shared_experts"] == whole["shared_experts"] / 4
+    assert sizes["kv"] == whole["kv"] / 2
+    assert sizes["lm_head"] == 2 * 32 * min(config.real_vocab_size, config.vocab_size // 4)
+    assert uniform_hits(config, 3, mesh) == uniform_hits(config, 3) / 2
+
+
+def test_inkling_small_in_4_bits_over_two_cards():
+    """13.9 GB a token at one sequence: 1.6 ms over two H200s at 4.3 TB/s of copying (issue figures of the layout)."""
+    config = InklingConfig.from_name("inkling-small")
+    packed = Quantization("nvfp4", quantized_layers(config))
+    sizes = decode_bytes(config, "bfloat16", 1, 1024, 0, [6] * 40, {"tensor": 2}, packed)
+    assert 2 * sum(sizes.values()) == pytest.approx(13.9e9, rel=0.03)

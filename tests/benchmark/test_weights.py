@@ -10,10 +10,17 @@ from flax import nnx
 
 from inkling_jax.benchmark import weights
 from inkling_jax.nn import InklingModel, abstract_parameters
+from inkling_jax.planning import held
+from inkling_jax.quantization import Quantization
+from inkling_jax.sharding import make_mesh, shardings
+from pallas_kernels.fp4 import FP4, dequantize
+from tests import reference
 from tests.checkpoint import tiny
 from tests.h200 import HAS_PLUGIN, compiled
 
 CONFIG = replace(tiny.CONFIG, num_layers=2, local_layers=(0,), mtp_depths=1, mtp_local=())
+EVEN = replace(reference.BASE, num_layers=2, local_layers=(0,), mtp_depths=0, mtp_local=())
+"""What two devices divide."""
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +71,53 @@ def test_every_block_is_drawn_and_none_twice(monkeypatch):
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_drawn(monkeypatch):
-    monkeypatch.setattr(weights, "free_memory", lambda _: 1000)
+    monkeypatch.setattr(weights, "free_bytes", lambda device: 1000)
     monkeypatch.setattr(weights, "fill", lambda *_: pytest.fail("drawn"))
-    with pytest.raises(MemoryError, match="the weights need 0.00 GiB and 0.00 GiB are free"):
+    with pytest.raises(MemoryError, match="weights and cache need 0.00 GiB on each device, and 0.00 GiB are free"):
         weights.random_parameters(CONFIG, "bfloat16", 0)
+
+
+def test_the_fullest_device_decides_with_the_cache_beside_the_weights(monkeypatch):
+    mesh = make_mesh({"tensor": 2})
+    here = sum(held(EVEN, {"tensor": 2}, None, "bfloat16").values())
+    free = dict(zip(jax.devices(), (here + 10**9, here + 2**20), strict=False))
+    monkeypatch.setattr(weights, "free_bytes", free.__getitem__)
+    weights.check_memory(EVEN, "bfloat16", None, mesh, 2**20)
+    with pytest.raises(MemoryError, match="on each device, 0.00 GiB of them for the cache"):
+        weights.check_memory(EVEN, "bfloat16", None, mesh, 2**20 + 1)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_matrices_in_4_bits_have_the_variance_of_plain_ones(format):
+    config = replace(tiny.WIDE, mtp_depths=0, mtp_local=(), chain_norm=False)
+    params = weights.random_parameters(config, "float32", 1, Quantization(format, (2,)))
+    for name, fan_in in (("w13", 32), ("w2", 64)):
+        codes, scales, scale = (
+            params.get(f"layers.2.mlp.experts.{name}.{x}") for x in ("codes", "scales", "expert_scale")
+        )
+        assert codes is not None and scales is not None
+        drawn = np.asarray(dequantize(FP4(codes, scales, scale, format)))
+        assert (
+            drawn.var() * fan_in == pytest.approx(1, rel=0.05) and abs(drawn.mean()) < 5 * drawn.std() / drawn.size**0.5
+        )
+        nibbles = np.asarray(codes)[..., None] >> (4 * np.arange(8, dtype=np.uint32)) & 15
+        counts = np.bincount(nibbles.ravel(), minlength=16) / nibbles.size
+        assert np.abs(counts * 16 - 1).max() < 0.2
+        assert len(np.unique(np.asarray(scales))) == {"nvfp4": 8, "mxfp4": 2}[format]
+
+
+def test_each_device_draws_its_own_part():
+    """Nothing whole passes through: parts differ where they are parts, and are alike where they are copies."""
+    mesh = make_mesh({"data": 2, "tensor": 2})
+    drawn = weights.random_parameters(EVEN, "float32", 0, None, mesh)
+    where = shardings(EVEN, mesh)
+    assert {path: x.sharding for path, x in drawn.items()} == where
+    w13 = drawn["layers.1.mlp.experts.w13"]
+    parts = {shard.device.id: np.asarray(shard.data) for shard in w13.addressable_shards}
+    np.testing.assert_array_equal(parts[0], parts[2])
+    assert parts[0].shape[2] * 2 == w13.shape[2] and not (parts[0] == parts[1]).any()
+    whole = np.asarray(w13)
+    assert whole.std() * whole.shape[-1] ** 0.5 == pytest.approx(1, rel=0.1)
 
 
 @pytest.mark.skipif(not HAS_PLUGIN, reason="jax[cuda13-local] is for Linux on x86-64")

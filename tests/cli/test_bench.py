@@ -28,15 +28,16 @@ def test_a_row_is_measured_printed_and_written(command, model, tmp_path):
     done = command("bench", model, *asked, "--rounds", 2, "--windows", 1, *files)
     assert done.code == 0, done.err
     lines = done.out.splitlines()
+    assert lines[1].startswith("needs ") and lines[1].endswith(" of cache") and "random weights" in lines[3]
     assert lines[0].startswith(f"{model} on cpu, jax ") and lines[0].endswith("implementation xla")
-    assert lines[3].split()[:4] == ["sequences", "context", "drafts", "ms"]
-    assert lines[4].split()[:3] == ["1", "20", "0"] and "vLLM" not in done.out
+    assert lines[4].split()[:4] == ["sequences", "context", "drafts", "ms"]
+    assert lines[5].split()[:3] == ["1", "20", "0"] and "vLLM" not in done.out
     assert "measuring decode 1 x 20, 0 drafts ..." in done.err
     report = json.loads((tmp_path / "figures.json").read_text())
     [row] = report["rows"]
     assert row["part"] == "decode" and len(row["ms_windows"]) == 1 and report["running"] is None
-    assert f"{row['ms']:.2f}" in lines[4].split() and f"{row['limit_ms']:.2f}" in lines[4].split()
-    assert not row["routing"]["measured"] and f"{row['routing']['hit']:.1f}" in lines[4].split()
+    assert f"{row['ms']:.2f}" in lines[5].split() and f"{row['limit_ms']:.2f}" in lines[5].split()
+    assert not row["routing"]["measured"] and f"{row['routing']['hit']:.1f}" in lines[5].split()
     assert list((tmp_path / "traces" / "decode-1x20-0drafts").rglob("*.xplane.pb"))
 
 
@@ -62,6 +63,24 @@ def test_options_reach_the_library(command, asked):
     assert (given["rounds"], given["windows"], given["routing"], given["implementation"]) == (32, 5, True, "xla")
 
 
+def test_rows_stand_in_place_of_combinations(command, asked):
+    options = ("--rows", "1x1024,64x8192+3", "--mesh", "tensor=2,expert=4", "--quantization", "nvfp4")
+    assert command("bench", "--config", "inkling-small", *options, "--prefill-tokens", "8192,65536").code == 0
+    model, given = asked[0]
+    assert model == "inkling-small" and given["rows"] == [(1, 1024, 0), (64, 8192, 3)]
+    assert (given["sequences"], given["context"], given["drafts"]) == (None, None, None)
+    assert given["mesh"] == {"tensor": 2, "expert": 4} and given["quantization"] == "nvfp4"
+    assert given["prefill_tokens"] == [8192, 65536]
+
+
+def test_the_header_says_what_each_device_needs():
+    many = REPORT | {"devices": 2, "mesh": {"data": 1, "expert": 1, "tensor": 2}, "quantization": "nvfp4"}
+    first, needs, _ = bench.header(many)
+    assert first.startswith("slice-8 on 2 x NVIDIA H200 (tensor=2), jax 0.0,")
+    assert needs == "needs 53.70 GB of weights and up to 2.00 GB of cache on each device"
+    assert bench.drawn(many).endswith("53.70 GB in bfloat16, experts in nvfp4, drawn in 2.0 s")
+
+
 def test_quick_is_two_rows_unless_more_is_asked(command, asked):
     command("bench", "--quick")
     command("bench", "--quick", "--sequences", 4, "--windows", 9)
@@ -75,6 +94,10 @@ def test_quick_is_two_rows_unless_more_is_asked(command, asked):
 REPORT = {
     "model": "slice-8",
     "dtype": "bfloat16",
+    "quantization": None,
+    "mesh": None,
+    "devices": 1,
+    "needed": {"weights": 53_700_000_000, "cache": 2_000_000_000},
     "device": "NVIDIA H200",
     "versions": {"jax": "0.0"},
     "date": "2026-01-01",
@@ -111,7 +134,10 @@ def test_the_known_figures_of_another_engine_stand_beside_their_rows():
     assert "54,613 tokens/s (vLLM 0.26: 47,700), 400 TFLOP/s; limit 50.0 ms (33.3%)" in bench.line(REPORT, prefill)
 
 
-@pytest.mark.parametrize("other", [{"device": "cpu"}, {"model": "small-slice"}, {"dtype": "float32"}])
+OTHERS = {"device": "cpu"}, {"model": "small-slice"}, {"dtype": "float32"}, {"quantization": "nvfp4"}, {"devices": 2}
+
+
+@pytest.mark.parametrize("other", OTHERS)
 def test_and_beside_no_others(other):
     report = REPORT | other
     assert "vLLM" not in bench.titles(report)
@@ -138,6 +164,11 @@ def test_a_failed_row_is_said_and_the_exit_code_too(command, model, tmp_path, mo
         (["--drafts", "-1"], "argument --drafts"),
         (["--drafts", "2"], "drafts: expected whole numbers of 0 to 1, found 2"),
         (["--only", "decode,sing"], "argument --only: 'sing' is none of decode, prefill, ttft"),
+        (["--rows", "1x20+x"], "argument --rows: '1x20+x' is not a list of rows like 1x1024,64x1024+1"),
+        (["--rows", "1x20", "--drafts", "1"], "rows: they stand in place of sequences, context and drafts"),
+        (["--config", "nano"], "argument --config: MODEL is given too"),
+        (["--quantization", "int4"], "argument --quantization: invalid choice: 'int4'"),
+        (["--mesh", "tensor"], "argument --mesh: mesh: 'tensor'; expected each axis once"),
         (["--rounds", "0"], "argument --rounds"),
         (["--context", "9999"], "context: 9999 tokens and up to 64 new ones exceed the model's context of 512"),
         (["--dtype", "float16"], "argument --dtype"),

@@ -9,9 +9,10 @@ import pytest
 
 import inkling_jax
 from inkling_jax.decode.engine import Engine, choose_implementation
-from inkling_jax.decode.loop import decode
+from inkling_jax.decode.loop import decode, verify
 from tests import reference
 from tests.decode.tiny import request
+from tests.kernels.oracle import bits
 from tests.precision import relative_error
 
 CONFIG = replace(
@@ -64,6 +65,28 @@ def remembered(state):
     return state.cache.layers, state.cache.depths, state.hidden
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_logits_are_bitwise_the_same_with_and_without_drafts(engines, implementation):
+    steps = engine(engines, implementation)
+    state, _ = start(steps, 2)
+
+    def logits(drafts: int):
+        return jax.jit(lambda leaves: verify(steps.model(leaves), state, drafts)[1].values)(steps.leaves)
+
+    np.testing.assert_array_equal(bits(logits(0)), bits(logits(2)[:, :1]))
+
+
+def kernels_in(jaxpr) -> int:
+    """Calls of kernels, those of a function that is called several times each time."""
+    found = 0
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        found += equation.primitive.name == "pallas_call"
+        inner = [x for value in equation.params.values() for x in (value if isinstance(value, tuple) else (value,))]
+        found += sum(kernels_in(x) for x in inner if hasattr(x, "eqns"))
+    return found
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_kernels_are_what_runs(engines, implementation):
     """No kernel in the plain program; in the other one those of every layer and depth."""
@@ -72,12 +95,15 @@ def test_the_kernels_are_what_runs(engines, implementation):
         steps = engine(engines, name)
         state, settings = jax.eval_shape(lambda: start(steps, 2))
         run = lambda leaves, state, settings: decode(steps.model(leaves), state, settings, jnp.int32(4), 2)  # noqa: E731
-        return str(jax.make_jaxpr(run)(steps.leaves, state, settings)).count("pallas_call")
+        return kernels_in(jax.make_jaxpr(run)(steps.leaves, state, settings))
 
     layers = CONFIG.num_layers + CONFIG.mtp_depths
     assert count("xla") == 0
     # qkvr_prep, attention and two convolutions a layer; the router; the embedding; what joins a depth's two inputs
-    assert count(implementation) >= 4 * layers + 1 + 1 + CONFIG.mtp_depths
+    others = 4 * layers + 1 + 1 + CONFIG.mtp_depths
+    # q|k|v|r and the output of each layer; two of a dense MLP; those joined inputs; logits
+    products = 2 * layers + 2 * (layers - 1) + CONFIG.mtp_depths + 1 + CONFIG.mtp_depths
+    assert count(implementation) >= others + products
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="asks for what a CPU cannot do")

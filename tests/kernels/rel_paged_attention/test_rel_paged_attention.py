@@ -187,6 +187,26 @@ def test_many_sequences_give_the_bits_of_few(pallas, monkeypatch, window):
     np.testing.assert_array_equal(bits(setting.run(pallas)), bits(few))
 
 
+@pytest.mark.parametrize(("rows", "group"), [(2, 2), (5, 8), (9, 4)])
+@pytest.mark.parametrize("window", [None, 512])
+def test_a_row_has_the_same_bits_alone_and_among_others(pallas, window, rows, group):
+    """The last of several rows against a step of its own: other tiles, another first block of the window."""
+    lengths = [700, 1023, 3, 530] if pallas == "triton" else [150, 3]
+    window = window and (512 if pallas == "triton" else 70)
+    setting = Setting(
+        lengths, rows, 2 * group, 2, 128, 64, 16, window or 600, window, tau=True,
+        dtype=jnp.bfloat16 if pallas == "triton" else jnp.float32,
+    )  # fmt: skip
+    alone = replace(setting, rows=1)
+    alone.keys, alone.values, alone.proj = setting.keys, setting.values, setting.proj
+    alone.q, alone.r, alone.row_tau = setting.q[:, -1:], setting.r[:, -1:], setting.row_tau[:, -1:]
+    one, among = alone.run(pallas)[:, 0], setting.run(pallas)[:, -1]
+    if pallas == "triton":
+        np.testing.assert_array_equal(bits(one), bits(among))
+    else:  # a CPU's products may add in another order for another number of rows
+        np.testing.assert_allclose(one, among, atol=3e-6)
+
+
 @pytest.mark.parametrize("bias", ["project", "logits"])
 @pytest.mark.parametrize("hot", [0, 1, 15, 16, 19])
 def test_one_hot_distance_names_the_key(kernel, bias, hot):
