@@ -252,6 +252,8 @@ def draw(rng: np.random.Generator, path: str, shape: tuple[int, ...], config: In
         value = 0.3 * noise
     elif path.endswith("router.bias"):
         value = 0.2 * noise
+    elif path.endswith("rel_proj"):  # in the order of a checkpoint, [R, X]
+        value = noise.reshape(shape[::-1]).T / math.sqrt(config.rel_dim)
     elif path == "embed.weight":
         value = noise
     elif path == "unembed.weight":

@@ -231,8 +231,10 @@ def test_a_row_does_not_depend_on_its_neighbours(implementation, form):
         np.testing.assert_array_equal(bits(out[alone]), bits(together[alone]))
 
 
-@pytest.mark.parametrize("pallas", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("form", [None, pytest.param("nvfp4", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("pallas", "form"),
+    [("interpret", None), *(pytest.param("triton", form, marks=pytest.mark.gpu) for form in (None, "nvfp4"))],
+)
 def test_decoding_gives_the_same_for_any_number_of_rows(pallas, form):
     """Up to 64 rows share their tiles, so a row is bitwise the same alone (without blocks) and in any batch."""
     a = make(64, 40, 2, form=form, dtype=jnp.bfloat16, shared=1, hidden=96, width=64)
