@@ -205,7 +205,7 @@ def _layer_cache(
     kv = (pages, kv_heads, shape.page_size, attention.head_dim)
     rows = max(shape.rows, 2)  # of a sequence in a step, at most (`decode.loop.verify`)
     size = config.conv_width - 1 + rows  # so that a kernel's rows read and write the ring side by side
-    many = shape.batch // shape.groups * rows > collectives.ALL_REDUCE_ROWS
+    many = shape.batch // shape.groups * rows > collectives.WHOLE_ROWS
 
     def zeros(size: tuple[int, ...], *axes: str | None) -> Array:
         return jnp.zeros(size, dtype, device=None if mesh is None else sharding_of(axes, size, mesh))

@@ -14,18 +14,21 @@ from jaxtyping import Array, Int, Shaped
 
 from .sharding import TABLE
 
-ALL_REDUCE_ROWS = 64
+WHOLE_ROWS = 64
 """Most rows of a step whose row-parallel products are summed whole on every device (`few`)."""
+
+GATHERED = 2**20
+"""Most numbers that a sum may gather on a device (`all_reduce`)."""
 
 
 def few(rows: int, axis: str | None) -> bool:
-    """Whether a step of so many rows a device sums a branch by one all-reduce; else reduce-scatter and all-gather.
+    """Whether a step of so many rows a device sums a branch whole; else it does reduce-scatter and all-gather.
 
     Both move the same bytes. With few rows latency counts, and one collective has half of two; with many the short
-    convolution and the sum are worth splitting. Where they meet has been estimated, not measured: two collectives cost
-    some 10 us more than one on NVLink, which is what 64 to 512 rows of H = 6144 take through a convolution.
+    convolution and the sum are worth splitting. Two H200s meet between 64 and 128 rows of H = 6144 (docs/distributed.md
+    has the figures).
     """
-    return parts(axis) == 1 or rows <= ALL_REDUCE_ROWS
+    return parts(axis) == 1 or rows <= WHOLE_ROWS
 
 
 def parts(axis: str | None) -> int:
@@ -53,8 +56,16 @@ def own(x: Shaped[Array, "..."], axis: str | None, dimension: int = -1) -> Shape
 
 
 def all_reduce(x: Shaped[Array, "..."], axis: str | None) -> Shaped[Array, "..."]:
-    """The sum of what the devices hold, whole on each."""
-    return lax.psum(x, _names(axis)) if parts(axis) > 1 else x
+    """The sum of what the devices hold, whole on each.
+
+    A small one gathers all parts and adds them up: one way through the wires, where an all-reduce has two. Each device
+    adds in the same order.
+    """
+    if parts(axis) == 1:
+        return x
+    if x.size * parts(axis) <= GATHERED:
+        return exchange(x, axis).sum(axis=0)
+    return lax.psum(x, _names(axis))
 
 
 def reduce_scatter(x: Shaped[Array, "... C"], axis: str | None) -> Shaped[Array, "... c"]:

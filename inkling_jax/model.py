@@ -350,13 +350,15 @@ def load(
     return Inkling(config, params, Tokenizer.from_directory(directory), directory, implementation)
 
 
-def save(model: Inkling, path: str | os.PathLike[str], layout: FileLayout = "original") -> None:
+def save(model: Inkling, path: str | os.PathLike[str], layout: FileLayout = "original", progress: bool = True) -> None:
     """Writes a model with its config and tokenizer: as sharded safetensors with an index in either layout, or by Orbax.
 
     layout: "original", "transformers", or "orbax", which is the one for models on several processes; each of them calls
-    this then. The directory appears only when it is complete. Raises `CheckpointError` when it exists and is not empty.
+    this then. progress: a bar while it is written. The directory appears only when it is complete. Raises
+    `CheckpointError` when it exists and is not empty.
     """
-    checkpoint.save_checkpoint(Path(path), model.config, model.params, layout=layout, tokenizer_dir=model.directory)
+    options: dict[str, Any] = dict(layout=layout, tokenizer_dir=model.directory, progress=progress)
+    checkpoint.save_checkpoint(Path(path), model.config, model.params, **options)
 
 
 def save_async(model: Inkling, path: str | os.PathLike[str]) -> Future[None]:

@@ -3,8 +3,12 @@
 import io
 import json
 import math
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -36,7 +40,8 @@ STORED = DTYPES | {
 }
 _CODES = {dtype: code for code, dtype in STORED.items()}
 
-_PIECE_BYTES = 128 << 20
+_PIECE_BYTES = 32 << 20
+_READERS = 4  # threads that read a tensor: copies inside the host's memory take as long as reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,21 +147,28 @@ def read_into(view: np.ndarray, tensor: Tensor, window: Window | None = None) ->
     """Copy a tensor, or a window of it, into a view whose elements are in its order, converting the dtype.
 
     The window has the axes of the view. Where the view is of bytes, the bits are copied as they are. Nothing else is
-    read than the window, in pieces, not mapped: pages of a mapping count as this process's memory for as long as it
-    lives. Raises `CheckpointError` when the file cannot be read or has become shorter than its header said.
+    read than the window, in pieces, several at a time, and not mapped: pages of a mapping count as this process's
+    memory for as long as it lives. Raises `CheckpointError` when the file cannot be read or has become shorter than its
+    header said.
     """
     first, *rest = window or whole(view.shape)
     step = max(1, _PIECE_BYTES * len(view) // max(1, view.size * tensor.itemsize))
-    try:
+
+    def read(start: int) -> None:
+        target = view[start : start + step]
+        part = first._replace(start=first.start + start, stop=first.start + start + len(target))
+        piece = np.empty(target.size * tensor.itemsize, np.uint8)
         with tensor.file.open("rb", buffering=0) as file:
-            for start in range(0, len(view), step):
-                target = view[start : start + step]
-                part = first._replace(start=first.start + start, stop=first.start + start + len(target))
-                piece = np.empty(target.size * tensor.itemsize, np.uint8)
-                _fill(piece.data, file, tensor, (part, *rest))
-                target[...] = (piece if view.dtype == np.uint8 else piece.view(STORED[tensor.dtype])).reshape(
-                    target.shape
-                )
+            _fill(piece.data, file, tensor, (part, *rest))
+        target[...] = (piece if view.dtype == np.uint8 else piece.view(STORED[tensor.dtype])).reshape(target.shape)
+
+    starts = range(0, len(view), step)
+    try:
+        if len(starts) == 1:
+            read(0)
+        else:
+            with ThreadPoolExecutor(_READERS) as pool:
+                list(pool.map(read, starts))
     except OSError as error:
         raise CheckpointError(f"{tensor.file}: cannot be read: {error.strerror}") from None
 
@@ -301,3 +313,33 @@ def progress_bar(label: str, total: int, enabled: bool) -> tqdm:
     """A bar in bytes, where someone watches: a terminal or a notebook."""
     watched = sys.stderr.isatty() or "ipykernel" in sys.modules
     return tqdm(desc=label, total=total, unit="B", unit_scale=True, disable=not (enabled and watched), leave=False)
+
+
+def watch_files(directory: Path, bar: tqdm, wait: Callable[[], None], every: float = 0.5) -> None:
+    """Moves a bar by what comes to lie in a directory, whoever writes it, until `wait` returns."""
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(every):
+            bar.update(min(_bytes_in(directory), bar.total) - bar.n)
+
+    if bar.disable:
+        return wait()
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        wait()
+        bar.update(bar.total - bar.n)
+    finally:
+        done.set()
+        thread.join()
+
+
+def _bytes_in(directory: Path) -> int:
+    """Bytes of all files there; one that is moved meanwhile counts the next time."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total

@@ -68,7 +68,7 @@ def load_parameters(
     log says. Weights in 4 bits stay packed where `abstract` has their words and scales, and are unpacked expert by
     expert where it has the plain weight; scales of activations are ignored, which another line says. Of a parameter
     with a sharding, a process reads the slices of its own devices and no more. Host memory beyond the arrays themselves
-    stays below what it reads of the largest parameter plus a few pieces of 128 MiB, or an unpacked expert.
+    stays below what it reads of the largest parameter plus a few pieces of 32 MiB, or an unpacked expert.
 
     Raises `CheckpointError` listing everything that is missing, unexpected, misshapen, quantised or cut short, and
     ValueError where a sharding does not cut a parameter evenly, or cuts a block of 4-bit weights.

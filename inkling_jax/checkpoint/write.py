@@ -22,7 +22,7 @@ from inkling_jax.spelling import Layout
 from pallas_kernels.fp4 import VALUES_A_WORD
 
 from . import packed
-from .files import DTYPES, INDEX, Outgoing, Spec, in_shards, write_json, write_shards
+from .files import DTYPES, INDEX, Outgoing, Spec, in_shards, progress_bar, watch_files, write_json, write_shards
 from .metadata import write_metadata
 from .names import FileLayout, Shape, Variant, stored
 from .orbax import start_writing, together, write_list
@@ -60,7 +60,7 @@ def save_checkpoint(
     """
     check_layout(layout)
     if layout == "orbax":
-        return _orbax_save(Path(directory), config, params, tokenizer_dir)()
+        return _orbax_save(Path(directory), config, params, tokenizer_dir, progress)()
     quantization = quantization_of(params)
     if quantization is not None and layout != "original":
         raise CheckpointError(f"layout = {layout!r}: weights in 4 bits can be saved as original or orbax only")
@@ -97,7 +97,11 @@ def save_in_background(
 
 
 def _orbax_save(
-    directory: Path, config: InklingConfig, params: Mapping[str, jax.Array], tokenizer_dir: str | Path | None
+    directory: Path,
+    config: InklingConfig,
+    params: Mapping[str, jax.Array],
+    tokenizer_dir: str | Path | None,
+    progress: bool = False,
 ) -> Callable[[], None]:
     """Checks and begins; what is returned waits for the end."""
     _check_params(config, params, quantization_of(params))
@@ -108,7 +112,8 @@ def _orbax_save(
 
     def finish() -> None:
         with unfinished:
-            written()
+            with progress_bar("writing", sum(array.nbytes for array in params.values()), progress) as bar:
+                watch_files(new, bar, written)
             if jax.process_index() == 0:
                 write_json(new / "config.json", config_json(config, "original", params["embed.weight"].dtype))
                 if tokenizer_dir is not None:

@@ -20,5 +20,9 @@ def route(
     `sigmoid(logit) + bias` (ties to the lowest index); the weights come from the un-biased logits of the chosen and
     the shared experts, a softmax over their log-sigmoids, times `route_scale * scale`.
     """
-    sizes = dict(experts_per_token=experts_per_token, route_scale=route_scale)
-    return router(x, weight, bias, scale, **sizes, implementation=implementation)
+    return router(
+        *(x, weight, bias, scale),
+        experts_per_token=experts_per_token,
+        route_scale=route_scale,
+        implementation=implementation,
+    )

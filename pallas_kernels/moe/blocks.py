@@ -23,8 +23,7 @@ from pallas_kernels._flash import divide, divide_up
 ALONE = 1024  # pairs that one launch sorts
 CHUNK = 512  # pairs of a program where there are more
 OWN = 32  # pairs that a program of one launch places
-SUMMED = 64  # chunks, and experts, whose counts are added up at a time
-COMPARED = 32  # pairs that others are compared with at a time: more would not fit in registers
+SUMMED = 16  # chunks, and experts, whose counts are added up at a time
 THREADS = 512
 
 
@@ -69,6 +68,11 @@ class Plan:
     def chunks(self) -> int:
         return pl.cdiv(self.pairs, self.chunk)
 
+    @property
+    def compared(self) -> int:
+        """Pairs of the chunk that others are compared with at a time, as many as fit in registers."""
+        return min(self.chunk, 64 if self.chunks == 1 else 32)
+
 
 def experts_of(plan: Plan, refs: list, pair: jax.Array) -> jax.Array:
     """Each pair's expert; the number of experts where there is none to visit. refs: ids [pairs], [valid rows]."""
@@ -82,7 +86,7 @@ def experts_of(plan: Plan, refs: list, pair: jax.Array) -> jax.Array:
 
 def compare(plan: Plan, inputs: list, first: jax.Array | int, size: int, which: Callable) -> jax.Array:
     """For each of `size` things, how many pairs of the chunk at `first` are `which(their numbers, their experts)`."""
-    step = min(COMPARED, plan.chunk)
+    step = plan.compared
 
     def add(i, sums):
         other = first + i * step + jnp.arange(step, dtype=jnp.int32)

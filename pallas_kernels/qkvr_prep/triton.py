@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._conv import RowPlan, convolve, load_taps
-from pallas_kernels._dispatch import Implementation, next_power_of_2, pallas_call
+from pallas_kernels._dispatch import Implementation, fence, next_power_of_2, pallas_call
 from pallas_kernels._rows import Columns, both, load_stored
 from pallas_kernels.qkvr_prep.layout import QKVR, Heads, Pages, Weights
 
@@ -34,7 +34,7 @@ class Prep:
     pages: bool
     kv_rows: int | None
     eps: float
-    barrier: bool
+    on_a_card: bool
 
     @property
     def q_groups(self) -> int:
@@ -90,20 +90,22 @@ def rel_rows(prep: Prep, b, program, count, x_ref, out_ref) -> None:
 
     def row(t, _):
         for cols, mask in columns.ranges():
-            r = load(x_ref, (b, t, prep.heads.starts[3] + cols), mask, t < count)
-            store(out_ref, (b, t, cols), r, mask)
+            r = load(x_ref, (b, t, prep.heads.starts[3] + cols), mask, prep.plan.loads(t, count))
+            store(out_ref, (b, t, cols), jnp.where(t < count, r, 0.0), mask)
 
     prep.plan.for_each_row(program, row, None)
 
 
-def key_or_value_rows(prep: Prep, b, program, start, count, index, first, refs) -> None:
-    """refs: product, taps [K * D * W], norm weight or None, page table or None, ring [B, R, K, D], rows or pages."""
+def key_or_value_rows(prep: Prep, b, program, place_refs, index, first, refs) -> None:
+    """place_refs: start, count. refs: product, taps [K * D * W], norm weight or None, page table or None, ring
+    [B, R, K, D], rows or pages.
+    """
     x_ref, conv_ref, norm_ref, table_ref, ring_ref, out_ref = refs
-    dim, plan = prep.heads.dim, prep.plan
+    dim, plan, alone = prep.heads.dim, prep.plan, prep.plan.block == 1
     head, column, mask = prep.tile(index, prep.heads.kv)
 
     def load_new(t, whether):
-        return [load(x_ref, (b, t, first + head * dim + column), mask, whether & plan.loads(t, count))]
+        return [load(x_ref, (b, t, first + head * dim + column), mask, whether if alone else whether & (t < count))]
 
     def load_ring(slot, whether):
         return [load(ring_ref, (b, slot, head, column), mask, whether)]
@@ -112,25 +114,44 @@ def key_or_value_rows(prep: Prep, b, program, start, count, index, first, refs) 
     taps = load_taps(conv_ref, prep.taps, head * dim + column, mask, in_turn)
     weight = None if norm_ref is None else load_norm(norm_ref, column, mask, prep.group)
 
-    def row(t, window):
-        window = [*window, load_new(t, True)]
-        if table_ref is not None:
-            page, slot, allocated = page_of(prep, b, t, start, count, table_ref, out_ref)
+    # A row alone has all its loads under way before it uses the first; those that wait for `start` come last.
+    own = load_new(program, True) if alone else None
+    fence(prep.on_a_card and alone)
+    start, count = read_place(prep, b, place_refs)
+    window = plan.rows_before(program, start, prep.taps, load_new, load_ring)
+
+    def place_of(t):
+        return None if table_ref is None else page_of(prep, b, t, start, count, table_ref, out_ref)
+
+    def row(t, window, x, place):
+        window = [*window, x]
         y = convolve([tile for [tile] in window], taps).astype(out_ref.dtype)
         if weight is not None:
             y = head_norm(y.astype(jnp.float32), weight, dim, prep.eps)
-        if table_ref is None:
+        if place is None:
             store(out_ref, (b, t, head, column), jnp.where(t < count, y, 0.0), mask)
         else:
+            page, slot, allocated = place
             store(out_ref, (page, head, slot, column), y, mask, allocated)
         return window[1:]
 
     def store_ring(slot, x, whether):
         store(ring_ref, (b, slot, head, column), x[0], mask, whether)
 
-    window = plan.rows_before(program, start, prep.taps, load_new, load_ring)
-    plan.for_each_row(program, row, window)
-    plan.write_ring(program, start, count, load_new, store_ring, prep.barrier)
+    if own is not None:
+        place = place_of(program)
+        fence(prep.on_a_card)
+        plan.write_ring(program, start, count, lambda *_: own, store_ring, prep.on_a_card)
+        row(program, window, own, place)
+    else:
+        plan.for_each_row(program, lambda t, w: row(t, w, load_new(t, True), place_of(t)), window)
+        plan.write_ring(program, start, count, load_new, store_ring, prep.on_a_card)
+
+
+def read_place(prep: Prep, b, place_refs) -> tuple[jax.Array, jax.Array]:
+    """start and count of a sequence."""
+    start_ref, count_ref = place_refs
+    return start_ref[b], jnp.minimum(count_ref[b], prep.plan.rows)
 
 
 def page_of(prep: Prep, b, t, start, count, table_ref, pages_ref) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -146,31 +167,33 @@ def page_of(prep: Prep, b, t, start, count, table_ref, pages_ref) -> tuple[jax.A
 
 def qkvr_prep_kernel(*refs, prep: Prep):
     """refs: product, the four weights, start, count, [tau], [page table], then those in place, and the outputs."""
-    x_ref, k_conv, v_conv, q_norm, k_norm, start_ref, count_ref, *rest = refs
+    x_ref, k_conv, v_conv, q_norm, k_norm, *rest = refs
+    place_refs, rest = rest[:2], rest[2:]
     tau_ref = rest.pop(0) if prep.tau else None
     table_ref = rest.pop(0) if prep.pages else None
     q_ref, r_ref, k_ref, v_ref, k_ring, v_ring = rest[-6:]
     b, program, g = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    start, count = start_ref[b], jnp.minimum(count_ref[b], prep.plan.rows)
     k_group, v_group = g - prep.q_groups, g - prep.q_groups - prep.kv_groups
     _, k_first, v_first, _ = prep.heads.starts
 
     @pl.when(k_group < 0)
     def queries():
+        _, count = read_place(prep, b, place_refs)
         query_rows(prep, b, program, count, g, x_ref, q_norm, tau_ref, q_ref)
 
     @pl.when((k_group >= 0) & (v_group < 0))
     def keys():
         refs = (x_ref, k_conv, k_norm, table_ref, k_ring, k_ref)
-        key_or_value_rows(prep, b, program, start, count, k_group, k_first, refs)
+        key_or_value_rows(prep, b, program, place_refs, k_group, k_first, refs)
 
     @pl.when((v_group >= 0) & (v_group < prep.kv_groups))
     def values():
         refs = (x_ref, v_conv, None, table_ref, v_ring, v_ref)
-        key_or_value_rows(prep, b, program, start, count, v_group, v_first, refs)
+        key_or_value_rows(prep, b, program, place_refs, v_group, v_first, refs)
 
     @pl.when(v_group == prep.kv_groups)
     def relative():
+        _, count = read_place(prep, b, place_refs)
         rel_rows(prep, b, program, count, x_ref, r_ref)
 
 
@@ -203,7 +226,7 @@ def qkvr_prep_triton(
         pages=pages is not None,
         kv_rows=kv_rows,
         eps=eps,
-        barrier=implementation == "triton",
+        on_a_card=implementation == "triton",
     )
     by_head = lambda x: x.reshape(*x.shape[:-1], heads.kv, heads.dim)  # noqa: E731
     rings = [by_head(k_ring), by_head(v_ring)]

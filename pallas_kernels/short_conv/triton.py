@@ -22,22 +22,21 @@ class Fused:
     taps: int
     residual: bool
     norm: bool
-    barrier: bool
+    on_a_card: bool
     eps: float
 
 
 def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
     """refs: x, weight [C * W], start, count, [residual], [norm weight], ring, out, [normed], ring again, in place.
 
-    What depends on neither start nor count is loaded first, and what a program keeps it keeps as it is stored.
+    What a program keeps it keeps as it is stored. A row alone has all its loads under way before it uses the first: it
+    waits for memory twice, for `start`, and for the rows of the ring whose place that says.
     """
     x_ref, weight_ref, start_ref, count_ref, *rest = refs
     residual_ref = rest.pop(0) if fused.residual else None
     norm_ref = rest.pop(0) if fused.norm else None
     _, out_ref, *normed_ref, ring_ref = rest
-    b, program = pl.program_id(0), pl.program_id(1)
-    start, count = start_ref[b], jnp.minimum(count_ref[b], plan.rows)
-    alone = plan.block == 1
+    b, program, alone = pl.program_id(0), pl.program_id(1), plan.block == 1
     indices = range(columns.count) if fused.norm else [pl.program_id(2)]
     tiles = [columns.range_of(index) for index in indices]
 
@@ -50,7 +49,10 @@ def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
             plt.store(ref.at[b, row, cols], value.astype(ref.dtype), mask=both(mask, whether, cols.shape))
 
     def load_new(t, whether: jax.Array | bool = True):
-        return load(x_ref, t, whether & plan.loads(t, count))
+        return load(x_ref, t, whether if alone else whether & (t < count))
+
+    def load_row(t):
+        return load_new(t), None if residual_ref is None else load(residual_ref, t, True if alone else t < count)
 
     taps = [
         load_taps(weight_ref, fused.taps, cols, mask, index * columns.tile)
@@ -58,15 +60,13 @@ def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
     ]
     norm = columns.load(norm_ref) if fused.norm else None
 
-    def load_row(t):
-        return load_new(t), None if residual_ref is None else load(residual_ref, t, plan.loads(t, count))
+    own = load_row(program) if alone else None
+    fence(fused.on_a_card and alone)
+    start, count = start_ref[b], jnp.minimum(count_ref[b], plan.rows)
+    window = plan.rows_before(program, start, fused.taps, load_new, functools.partial(load, ring_ref))
+    fence(fused.on_a_card and alone)
 
-    first = load_row(program) if alone else None
-    if alone:
-        fence(fused.barrier)
-
-    def row(t, window):
-        x, residual = first or load_row(t)
+    def row(t, window, x, residual):
         window = [*window, x]
         ys = [convolve(rows, w) for *rows, w in zip(*window, taps, strict=True)]
         if residual is not None:
@@ -77,9 +77,13 @@ def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
             store(normed_ref[0], t, norm_tiles(rounded(ys, out_ref.dtype), norm, columns.width, fused.eps))
         return window[1:]
 
-    window = plan.rows_before(program, start, fused.taps, load_new, functools.partial(load, ring_ref))
-    plan.for_each_row(program, row, window)
-    plan.write_ring(program, start, count, load_new, functools.partial(store, ring_ref), fused.barrier)
+    store_ring = functools.partial(store, ring_ref)
+    if own is not None:
+        plan.write_ring(program, start, count, lambda *_: own[0], store_ring, fused.on_a_card)
+        row(program, window, *own)
+    else:
+        plan.for_each_row(program, lambda t, window: row(t, window, *load_row(t)), window)
+        plan.write_ring(program, start, count, load_new, store_ring, fused.on_a_card)
 
 
 def short_conv_triton(

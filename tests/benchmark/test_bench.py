@@ -148,7 +148,7 @@ def test_sequences_stand_in_the_middle_of_random_rows(engine):
 def test_a_prompt_and_its_first_token(engine):
     row = measure.prefill(engine, RATE, EFFORT, tokens=40, drafts=0)
     assert row["chunks"] == [32, 32] and row["tokens_per_second"] == pytest.approx(40 / row["ms"] * 1e3)
-    assert row["bytes"] == pytest.approx(prefill_bytes(CONFIG, "float32", 40, 128, 0))
+    assert row["bytes"] == pytest.approx(prefill_bytes(CONFIG, "float32", 40, [32, 32], 0))
     first = measure.first_token(engine, RATE, EFFORT, tokens=41, drafts=0)
     both = {k: v + decode_bytes(CONFIG, "float32", 1, 41, 0, [3])[k] for k, v in row["bytes"].items()}
     assert first["bytes"] == pytest.approx(both)

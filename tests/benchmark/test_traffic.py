@@ -59,7 +59,7 @@ def test_a_context_below_the_window_is_read_once():
 def test_a_prefill_reads_the_weights_once_a_chunk():
     sizes = prefill_bytes(CONFIG, "bfloat16", tokens=40, chunks=[16, 16, 16], drafts=0)
     assert {name: sizes[name] for name in BACKBONE} == {name: 3 * size for name, size in BACKBONE.items()}
-    assert sizes["experts"] == pytest.approx(3 * 2 * 2 * EXPERT * 5 * (1 - 0.6**16))
+    assert sizes["experts"] == pytest.approx(2 * 2 * EXPERT * 5 * (2 * (1 - 0.6**16) + (1 - 0.6**8)))
     assert sizes["kv"] == 2 * (2 * 2 * 4 * (16 + 32) + 2 * 2 * 3 * 2 * (4 + 4))
     assert sizes["lm_head"] == sizes["depths"] == 0 and sizes["embedding"] == 40 * 24
     depths = prefill_bytes(CONFIG, "bfloat16", tokens=40, chunks=[16, 16, 16], drafts=2)["depths"]

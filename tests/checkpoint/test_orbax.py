@@ -1,16 +1,19 @@
 """Orbax: what is saved on one mesh loads on any other, to the bit; what is not whole is said to be so."""
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 import inkling_jax
 from inkling_jax.checkpoint import (
@@ -23,6 +26,7 @@ from inkling_jax.checkpoint import (
     save_checkpoint,
     save_in_background,
 )
+from inkling_jax.checkpoint.files import watch_files
 from inkling_jax.config import InklingConfig
 from inkling_jax.nn import abstract_parameters
 from inkling_jax.quantization import Quantization
@@ -191,6 +195,25 @@ def test_a_loaded_mesh_runs(saved: Path) -> None:
         inkling_jax.load(saved, mesh={"tensor": 16})
     with pytest.raises(ValueError, match="num_experts = 8 does not divide by 3"):
         inkling_jax.load(saved, mesh={"expert": 3})
+
+
+def test_a_bar_follows_what_is_written(tmp_path: Path) -> None:
+    """Half of it lies there for a while, more than announced at the end, and the bar says neither more nor less."""
+    bar = tqdm(total=1000, file=io.StringIO())
+
+    def write() -> None:
+        (tmp_path / "deep").mkdir()
+        (tmp_path / "deep" / "part").write_bytes(bytes(500))
+        while bar.n < 500:
+            time.sleep(0.001)
+        assert bar.n == 500
+        (tmp_path / "rest").write_bytes(bytes(700))
+
+    watch_files(tmp_path, bar, write, every=0.001)
+    assert bar.n == 1000
+    quiet = tqdm(total=1, disable=True)
+    watch_files(tmp_path, quiet, lambda: None)
+    assert quiet.n == 0
 
 
 def test_what_would_be_overwritten(saved: Path) -> None:

@@ -49,9 +49,19 @@ def test_the_state_is_updated_in_place(program):
 def test_every_layer_runs_on_the_kernels(program):
     body = "\n".join(program.loop_body())
     expected = {"qkvr_prep": 3, "chunk": 3, "short_conv": 6, "dual_norm": 1, "embed_norm": 1}
-    expected |= {"product": 1, "choose": 1}  # the router's
+    expected |= {"router_product": 1, "router": 1, "place": 1}
     expected["linear"] = 4 + 2 + 5 + 2  # the dense layer, the global one's attention, the depth and its join; logits
     assert {name: len(re.findall(rf"\b{name}_kernel", body)) for name in expected} == expected
+
+
+def test_nothing_stands_between_the_launches_of_a_mixture(program):
+    """No sort, no conversion and no copy of XLA's on the way from the router to the experts; no weight is transposed."""
+    names = re.findall(r"kCustomKernel +\[.*?\] *(\w+)", "\n".join(program.loop_body()))
+    first = names.index("router_product_kernel")
+    expected = ("router_product", "router", "place", "expert", "expert")
+    found = names[first : first + len(expected)]
+    assert all(name.startswith(f"{kernel}_kernel") for kernel, name in zip(expected, found, strict=True)), found
+    assert not [name for name in names if "transpose" in name]
 
 
 def test_a_round_is_one_graph(program):

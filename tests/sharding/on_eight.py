@@ -135,7 +135,7 @@ def test_logits_are_those_of_one_device(steps):
 
 def test_every_step_with_the_residual_rings_split(monkeypatch):
     """Reduce-scatter, convolution on the shard and all-gather in decoding too, as with many sequences."""
-    monkeypatch.setattr(collectives, "ALL_REDUCE_ROWS", 0)
+    monkeypatch.setattr(collectives, "WHOLE_ROWS", 0)
     steps = engine_on("1x2x4")
     state = generated(steps, rounds=2)
     assert {layer.mlp_conv.axis for layer in state.cache.layers} == {"mlp"}
@@ -146,7 +146,7 @@ def test_every_step_with_the_residual_rings_split(monkeypatch):
 
 def test_kernels_on_each_shard():
     """Chunks, whose branches are scattered, and a round, whose branches are summed whole."""
-    assert 2 * len(PROMPTS) <= collectives.ALL_REDUCE_ROWS < CHUNK * len(PROMPTS)
+    assert 2 * len(PROMPTS) <= collectives.WHOLE_ROWS < CHUNK * len(PROMPTS)
     steps = engine_on("1x2x4", "interpret")
     found = generated(steps, rounds=1)
     check_memory(remembered(found, 1), remembered(truth(rounds=1), 1))

@@ -67,18 +67,19 @@ def test_a_round_sums_each_branch_once_and_exchanges_tokens(program):
     whole, branches = [], []
     for each in program.collectives():
         (branches if each.in_branch else whole).append(each)
-    rows = f"[{BATCH},{DRAFTS + 1},{H}]"
+    rows = f"{BATCH},{DRAFTS + 1},{H}]"
     parts = EXPERT * TENSOR
     assert made(whole) == {
-        ("all-reduce", (f"f32{rows}",)): 4,  # attention and MLP, of the layer and of the depth
-        ("all-gather", (f"bf16{rows}",)): 1,  # the depth's joined input
+        ("all-gather", (f"f32[{TENSOR},{rows}",)): 2,  # attention, of the layer and of the depth
+        ("all-gather", (f"f32[{parts},{rows}",)): 2,  # MLP
+        ("all-gather", (f"bf16[{rows}",)): 1,  # the depth's joined input
         ("all-gather", (f"s32[{parts},2,{BATCH}]",)): 1,  # (value, id) of the draft
         ("all-gather", (f"s32[{parts},2,{BATCH},{DRAFTS + 1}]",)): 1,  # and of the target
     }
     sampling = {
-        ("all-reduce", (f"f32[{BATCH},1]",)),  # sums of probabilities
-        ("all-reduce", (f"f32[{BATCH},32]",)),  # counts and sums for 32 candidates of a threshold
-        ("all-reduce", (f"f32[{2 * DRAFTS},{BATCH}]",)),  # p and q of the drafts
+        ("all-gather", (f"f32[{parts},{BATCH}]",)),  # sums of probabilities
+        ("all-gather", (f"f32[{parts},{BATCH},32]",)),  # counts and sums for 32 candidates of a threshold
+        ("all-gather", (f"f32[{parts},{2 * DRAFTS},{BATCH}]",)),  # p and q of the drafts
         ("all-gather", (f"s32[{parts},2,{BATCH}]",)),
     }
     assert set(made(branches)) == sampling

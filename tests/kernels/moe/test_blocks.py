@@ -7,19 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import Implementation
 from pallas_kernels.moe.blocks import ALONE, CHUNK, Blocks, make_blocks
 
 IMPLEMENTATIONS = ["interpret", pytest.param("triton", marks=pytest.mark.gpu)]
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def run(ids, valid, experts: int, size: int, implementation: str) -> Blocks:
+def run(ids, valid, experts: int, size: int, implementation: Implementation) -> Blocks:
     return make_blocks(ids, valid, experts, size, implementation)
 
 
-def check(ids: np.ndarray, valid: np.ndarray | None, experts: int, size: int, implementation: str) -> None:
+def check(ids: np.ndarray, valid: np.ndarray | None, experts: int, size: int, implementation) -> None:
     """Each expert's pairs, in order, cut into blocks that follow one another; every other block is empty."""
-    blocks = run(jnp.asarray(ids, jnp.int32), None if valid is None else jnp.asarray(valid), experts, size, implementation)
+    mask = None if valid is None else jnp.asarray(valid)
+    blocks = run(jnp.asarray(ids, jnp.int32), mask, experts, size, implementation)
     (expert, first, end), order = np.asarray(blocks.table), np.asarray(blocks.order)
     hit = (ids >= 0) & (ids < experts) if valid is None else (ids >= 0) & (ids < experts) & valid[:, None]
     flat = np.where(hit, ids, experts).reshape(-1)
@@ -42,7 +44,15 @@ def drawn(rows: int, per_row: int, experts: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("rows", "per_row", "experts", "size"),
-    [(2, 6, 64, 16), (64, 6, 64, 16), (64, 8, 256, 8), (7, 3, 5, 8), (300, 3, 20, 64), (171, 6, 7, 128), (1500, 6, 64, 128)],
+    [
+        (2, 6, 64, 16),
+        (64, 6, 64, 16),
+        (64, 8, 256, 8),
+        (7, 3, 5, 8),
+        (300, 3, 20, 64),
+        (171, 6, 7, 128),
+        (1500, 6, 64, 128),
+    ],
 )
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_blocks_are_those_of_a_stable_sort(implementation, rows, per_row, experts, size):
