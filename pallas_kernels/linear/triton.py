@@ -127,7 +127,7 @@ def launch(
 
 def make_plan(x: jax.Array, sizes: Sequence[int], parts: int, scaled: bool = False) -> Plan:
     rows, inputs = x.shape
-    tiles = choose_tiles(rows, parts * sum(sizes), inputs, parts, x.dtype.itemsize, dispatch.target())
+    tiles = choose_tiles(rows, parts * sum(sizes), parts, x.dtype.itemsize, dispatch.target())
     return Plan(tiles, rows, inputs, tuple(sizes), parts, scaled)
 
 
