@@ -114,6 +114,7 @@ def test_experts_that_are_hit_are_counted(decoded):
     assert 3 < found["hit"] <= 4 and found["hit_if_uniform"] == pytest.approx(8 * (1 - (5 / 8) ** 6))
 
 
+@pytest.mark.slow
 def test_on_a_mesh_the_busiest_device_counts():
     """Two sequences on each of two groups, half of the experts on each of two devices: three of the four are there."""
     steps = engine_on(make_mesh({"data": 2, "expert": 2}))

@@ -24,6 +24,7 @@ def test_three_layers_of_the_published_widths():
         loading.cut(InklingConfig.from_name("inkling-small"), 1)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_written_and_loaded_twice(tmp_path, monkeypatch):
     monkeypatch.setattr("inkling_jax.model.enable_cache", lambda: None)
     config = loading.cut(CONFIG, 3)

@@ -225,13 +225,14 @@ def lose_last_key(block, key, live, k, v):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_kernel_is_rejected(monkeypatch, name):
+def test_a_broken_kernel_is_rejected(monkeypatch, trace_anew, name):
     """The suite's own check of itself, on the interpreter."""
     attribute, breaks = BROKEN[name]
     setting = Setting([37, 16], [20, 13])
     monkeypatch.setattr(triton, "choose_tiles", choose_small)
     setting.check("interpret")
     monkeypatch.setattr(triton, attribute, breaks(getattr(triton, attribute)))
+    trace_anew()
     with pytest.raises(AssertionError, match="off by"):
         setting.check("interpret")
 

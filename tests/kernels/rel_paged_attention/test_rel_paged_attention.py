@@ -244,13 +244,14 @@ def shifted_bias(whole):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_kernel_is_rejected(monkeypatch, name):
+def test_a_broken_kernel_is_rejected(monkeypatch, trace_anew, name):
     """The suite's own check of itself, on the interpreter."""
     attribute, breaks = BROKEN[name]
     setting = Setting([96, 25, 40], rows=2, window=24 if "window" in name else None)
     monkeypatch.setattr(triton, "choose_tiles", choose_small)
     setting.check("interpret")
     monkeypatch.setattr(triton, attribute, breaks(getattr(triton, attribute)))
+    trace_anew()
     with pytest.raises(AssertionError, match="off by"):
         setting.check("interpret")
 
