@@ -151,7 +151,7 @@ def show(row: dict[str, Any]) -> str:
     named = ("triton_us", "xla_us", "floor_us")
     rivals = [f"; {k.removesuffix('_us')} {row[k]:.1f} us" for k in row if k.endswith("_us") and k not in named]
     errors = [f"\n    {k}: {v.splitlines()[0]}" for k, v in row.items() if k.endswith("_error")]
-    return f"{row['op']:<20} {row['shape']:<34} {figures}{''.join(rivals + errors)}"
+    return f"{row['op']:<20} {row['shape']:<42} {figures}{''.join(rivals + errors)}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     device = jax.devices()[0].device_kind
     about = {"device": device, "jax": jax.__version__, "date": datetime.date.today().isoformat(), "copy_rate": rate}
     print(f"{device}, jax {jax.__version__}, {about['date']}, copy rate {rate / 1e12:.2f} TB/s")
-    print(f"{'op':<20} {'shape':<34} {'us':>9} {'xla us':>9} {'floor us':>9} {'share':>7}")
+    print(f"{'op':<20} {'shape':<42} {'us':>9} {'xla us':>9} {'floor us':>9} {'share':>7}")
     results = []
     for row in rows((options.op,) if options.op else OPS, rate):
         print(show(row), flush=True)

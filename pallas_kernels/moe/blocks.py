@@ -146,9 +146,10 @@ def write_table(plan: Plan, inputs: list, counts_ref, table_ref) -> None:
     before = jnp.cumsum(blocks) - blocks
 
     def write(i, _):
-        first = start + i * plan.size
+        first, own = start + i * plan.size, i < blocks
+        at = jnp.where(own, before + i, plan.blocks + expert)  # a masked store may write the old value back
         for r, value in enumerate((expert, first, jnp.minimum(first + plan.size, start + total))):
-            plt.store(table_ref.at[r, before + i], value, mask=i < blocks)
+            plt.store(table_ref.at[r, at], value, mask=own)
 
     lax.fori_loop(0, jnp.max(blocks), write, None)
     block = jnp.arange(next_power_of_2(plan.blocks), dtype=jnp.int32)

@@ -1,6 +1,8 @@
-"""Inkling's experts: hidden 6144, width 3072, top 6 of 64 or of 256; each row draws its experts at random.
+"""The experts of the models, whole and sharded two ways; each row draws its top 6 at random.
 
-The bytes counted are those of the experts that the drawn ids hit. Variants share the weights, and hit other experts.
+Inkling has hidden 6144, width 3072 and 256 experts, of which a small model keeps 64; Inkling-Small 4096, 2048 and 256.
+Tensor sharding halves the width; expert sharding halves the experts, and a row's others are elsewhere. The bytes
+counted are those of the experts that the drawn ids hit. Variants share the weights, and hit other experts.
 """
 
 import jax
@@ -12,7 +14,7 @@ from pallas_kernels._case import Case
 from pallas_kernels.fp4 import BLOCK_OF, FP4, VALUES_A_WORD
 from pallas_kernels.moe.api import moe
 
-HIDDEN, WIDTH, CHOSEN = 6144, 3072, 6
+CHOSEN = 6
 RIVAL = "ragged_dot"
 BITS = {None: 16, "nvfp4": 4 + 8 / 16, "mxfp4": 4 + 8 / 32}  # a weight
 
@@ -23,7 +25,7 @@ def draw_ids(rows: int, experts: int, variant: int = 0) -> np.ndarray:
     return np.random.default_rng(variant).permutation(experts)[ids].astype(np.int32)
 
 
-def draw_weights(experts: int, form: str | None) -> tuple[jax.Array | FP4, jax.Array | FP4]:
+def draw_weights(experts: int, form: str | None, hidden: int, width: int) -> tuple[jax.Array | FP4, jax.Array | FP4]:
     def one(key, shape):
         if form is None:
             return jax.random.normal(key, shape, jnp.bfloat16) * shape[-1] ** -0.5
@@ -32,7 +34,7 @@ def draw_weights(experts: int, form: str | None) -> tuple[jax.Array | FP4, jax.A
         return FP4(codes, scales, jnp.full(experts, 2.0**-7) if form == "nvfp4" else None, form)
 
     keys = jax.random.split(jax.random.key(0))
-    return one(keys[0], (experts, 2, WIDTH, HIDDEN)), one(keys[1], (experts, HIDDEN, WIDTH))
+    return one(keys[0], (experts, 2, width, hidden)), one(keys[1], (experts, hidden, width))
 
 
 def with_ragged_dot(x: jax.Array, ids: jax.Array, weights: jax.Array, w13: jax.Array, w2: jax.Array) -> jax.Array:
@@ -52,13 +54,15 @@ def with_ragged_dot(x: jax.Array, ids: jax.Array, weights: jax.Array, w13: jax.A
     return jnp.sum(each * weights[..., None], axis=1).astype(x.dtype)
 
 
-def case(rows: int, experts: int, form: str | None) -> Case:
+def case(rows: int, experts: int, form: str | None, hidden: int = 6144, width: int = 3072, absent: int = 0) -> Case:
+    """`absent` experts are on other devices, and so are the pairs that visit them."""
+
     def make(key, copies):
-        w13, w2 = draw_weights(experts, form)
+        w13, w2 = draw_weights(experts, form, hidden, width)
         variants = []
         for i, k in enumerate(jax.random.split(key, copies)):
-            x = jax.random.normal(k, (rows, HIDDEN), jnp.bfloat16)
-            ids = jnp.asarray(draw_ids(rows, experts, i))
+            x = jax.random.normal(k, (rows, hidden), jnp.bfloat16)
+            ids = jnp.asarray(draw_ids(rows, experts + absent, i))
             variants.append(((), (x, ids, jnp.full((rows, CHOSEN), 1 / CHOSEN), w13, w2)))
         return variants
 
@@ -67,17 +71,23 @@ def case(rows: int, experts: int, form: str | None) -> Case:
             return state, with_ragged_dot(*inputs)
         return state, moe(*inputs, implementation=implementation)
 
-    hit = len(np.unique(draw_ids(rows, experts)))
-    moved = hit * 3 * WIDTH * HIDDEN * BITS[form] / 8 + 2 * 2 * rows * HIDDEN
-    flops = 2 * 3 * WIDTH * HIDDEN * rows * CHOSEN
-    name = f"{form or 'bf16'}, rows {rows}, top {CHOSEN} of {experts}"
-    rival = RIVAL if form is None else None
+    ids = draw_ids(rows, experts + absent)
+    ids = ids[ids < experts]
+    moved = len(np.unique(ids)) * 3 * width * hidden * BITS[form] / 8 + 2 * 2 * rows * hidden
+    flops = 2 * 3 * width * hidden * ids.size
+    shard = f" of {experts + absent}" if absent else ""
+    name = f"{form or 'bf16'} {hidden} x {width}, rows {rows}, top {CHOSEN} of {experts}{shard}"
+    rival = RIVAL if form is None and not absent else None
     return Case(name, make, run, bytes_moved=round(moved), flops=flops, rival=rival)
 
 
-CASES = tuple(
-    case(rows, experts, form)
-    for experts, counts in ((64, (1, 8, 16, 64)), (256, (1, 16)))
-    for form in (None, "nvfp4", "mxfp4")
-    for rows in counts + ((8192,) if form is None and experts == 64 else ())
+SMALL = {"hidden": 4096, "width": 2048}
+CASES = (
+    *(case(rows, 64, None) for rows in (1, 8, 16, 64, 2048, 8192)),
+    *(case(rows, 64, form) for form in ("nvfp4", "mxfp4") for rows in (1, 8, 16, 64)),
+    *(case(rows, 256, form) for form in (None, "nvfp4", "mxfp4") for rows in (1, 16)),
+    *(case(rows, 256, "nvfp4", **SMALL) for rows in (1, 8, 16, 64)),
+    *(case(rows, 256, "nvfp4", 4096, 1024) for rows in (1, 8, 16, 64)),
+    *(case(rows, 128, "nvfp4", **SMALL, absent=128) for rows in (1, 8, 16, 64)),
+    *(case(rows, 256, "mxfp4", **SMALL) for rows in (1, 8, 16, 64)),
 )

@@ -12,7 +12,8 @@ class Tiles:
     """Rows of x, rows of the weights (gate and up each), and columns of both; Triton's warps and pipeline stages.
 
     `weights_first` computes w x^T. Products then take as few as 8 rows of x, and unpacked weights go from registers to
-    Hopper's wide products, where as a right operand they would pass through shared memory.
+    Hopper's wide products, where as a right operand they would pass through shared memory. `group` blocks of rows go
+    through the outputs together: programs that run at a time then share rows of x as well as weights.
     """
 
     rows: int
@@ -21,6 +22,7 @@ class Tiles:
     num_warps: int = 4
     num_stages: int = 3
     weights_first: bool = False
+    group: int = 1
 
     def buffers(self, parts: int, itemsize: float) -> float:
         """Bytes of shared memory, at most: tiles of x and of the weights for each stage, the narrow products' last in
@@ -41,19 +43,17 @@ def choose_tiles(up: bool, pairs: int, experts: int, packed: bool, itemsize: int
         tiles = Tiles(16, 32, 128 if packed else 32, 4, 2)
     elif share <= DECODE_ROWS and packed:
         least = 16 if where.platform == "rocm" else 8  # rows that matrix units take, beside 16 of the weights
-        tiles = Tiles(least if share <= 8 else 16, 32, 256, 2, 3, weights_first=True)
-        if up and pairs <= 16:
-            tiles = replace(tiles, outputs=16, num_warps=1)
+        tiles = Tiles(least if share <= 8 else 16, 32 // parts, 256, 2, 3, weights_first=True)
     elif share <= DECODE_ROWS:
-        tiles = Tiles(16, 32, 256, 4 if up else 2, 4)
-        if up and pairs <= 16:
-            tiles = Tiles(16, 16, 256, 1, 4)
+        tiles = Tiles(16, 64 // parts, 128, 4, 5, weights_first=True)
+        if pairs <= 16:
+            tiles = Tiles(16, 16, 256, 1, 4) if up else Tiles(16, 32, 256, 2, 4)
     elif packed:
         tiles = Tiles(64 if share <= 64 or not wide else 128, 64, 128, 4, 3, weights_first=wide)
     elif not wide:
         tiles = Tiles(64, 128 // parts, 64, 4, 3)
     else:
-        tiles = Tiles(64 if share <= 256 else 128, 256 // parts, 64, 8 if share > 256 else 4, 3)
+        tiles = Tiles(64, 256 // parts, 64, 4, 3) if share <= 64 else Tiles(128, 256 // parts, 64, 8, 4, group=4)
     if where.platform == "rocm":  # warps of 64 threads, and one buffer is filled while the other waits in registers
         tiles = replace(tiles, num_warps=max(tiles.num_warps // 2, 1), num_stages=2)
     while tiles.num_stages > 2 and tiles.buffers(parts, itemsize) > where.shared_memory > 0:

@@ -9,7 +9,7 @@ whatever else is in the batch.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import _dispatch as dispatch
-from pallas_kernels._flash import divide, dot_transposed, remainder
+from pallas_kernels._flash import divide, dot_transposed, every, remainder
 from pallas_kernels.fp4 import FP4, VALUES_A_WORD
 from pallas_kernels.moe.blocks import is_hit, make_blocks
 from pallas_kernels.moe.tiles import Tiles, choose_tiles, shared_tiles
@@ -43,6 +43,7 @@ class Plan:
     outputs: int
     packing: Packing | None  # of the routed experts; None where they are arrays
     split: bool  # routed outputs in the order in which packed weights multiply them
+    blocks: int  # the shared experts', then the routed ones'
 
     @property
     def pairs(self) -> int:
@@ -62,6 +63,11 @@ class Plan:
         return 2 if self.up else 1
 
     @property
+    def columns(self) -> int:
+        """Tiles of outputs."""
+        return pl.cdiv(self.outputs, self.tiles.outputs)
+
+    @property
     def row_blocks(self) -> int:
         """Blocks of one shared expert, whose rows are all."""
         return pl.cdiv(self.rows, self.shared_tiles.rows)
@@ -74,39 +80,56 @@ class Plan:
         return int(not packed or shared), int(packed), 1 if self.direct else 2, experts, shared, int(not self.up)
 
 
+class Block(NamedTuple):
+    """What the pairs of a program share: their expert, where they begin in the order of pairs, how many there are."""
+
+    expert: jax.Array
+    first: jax.Array
+    count: jax.Array
+
+
 class Lanes(NamedTuple):
-    """The pairs of a program's tile, which of them are real, their expert, and whether there is any."""
+    """A block's pairs: which of them are real, their rows of x, and where those have the pairs' weights."""
 
     pair: jax.Array
     live: jax.Array
-    expert: jax.Array
-    some: jax.Array | bool
-
-    @classmethod
-    def of(cls, plan: Plan, pair, live, expert, some) -> "Lanes":
-        """Where a lane is not real its pair is past all others: a masked store may write the old value back."""
-        lane = jnp.arange(live.shape[0], dtype=jnp.int32)
-        return cls(jnp.where(live, pair, plan.all_pairs + lane), live, expert, some)
+    row: jax.Array
+    column: jax.Array
 
 
-def routed_lanes(plan: Plan, block: jax.Array, experts: int, block_refs: list) -> Lanes:
-    lane = jnp.arange(plan.tiles.rows, dtype=jnp.int32)
-    if plan.direct:
-        expert = block_refs[0][0, block]
-        some = (expert >= 0) & (expert < experts)
-        return Lanes.of(plan, block, lane < some.astype(jnp.int32), expert, some)
-    table_ref, order_ref = block_refs
-    first, end = table_ref[1, block], table_ref[2, block]
-    live = first + lane < end
-    pair = plt.load(order_ref.at[first + lane], mask=live, other=0)
-    return Lanes.of(plan, pair, live, table_ref[0, block], first < end)
+def routed_block(plan: Plan, block: jax.Array, experts: int, block_refs: list) -> Block:
+    if not plan.direct:
+        expert, first, end = (block_refs[0][i, block] for i in range(3))
+        return Block(expert, first, end - first)
+    expert = block_refs[0][0, block]
+    return Block(expert, block, ((expert >= 0) & (expert < experts)).astype(jnp.int32))
 
 
-def shared_lanes(plan: Plan, block: jax.Array) -> Lanes:
+def shared_block(plan: Plan, block: jax.Array) -> Block:
     expert = divide(block, plan.row_blocks)
+    row = remainder(block, plan.row_blocks) * plan.shared_tiles.rows
+    return Block(expert, plan.pairs + expert * plan.rows + row, plan.rows - row)
+
+
+def routed_lanes(plan: Plan, own: Block, block_refs: list) -> Lanes:
+    lane = jnp.arange(plan.tiles.rows, dtype=jnp.int32)
+    live, pair = lane < own.count, own.first + lane
+    if not plan.direct:
+        pair = plt.load(block_refs[1].at[pair], mask=live, other=0)
+    pair = past_all(plan, pair, live, lane)
+    return Lanes(pair, live, divide(pair, plan.per_row), remainder(pair, plan.per_row))
+
+
+def shared_lanes(plan: Plan, own: Block) -> Lanes:
     lane = jnp.arange(plan.shared_tiles.rows, dtype=jnp.int32)
-    row = remainder(block, plan.row_blocks) * plan.shared_tiles.rows + lane
-    return Lanes.of(plan, plan.pairs + expert * plan.rows + row, row < plan.rows, expert, True)
+    live, pair = lane < own.count, own.first + lane
+    row = remainder(pair - plan.pairs, plan.rows)
+    return Lanes(past_all(plan, pair, live, lane), live, row, plan.per_row + own.expert)
+
+
+def past_all(plan: Plan, pair: jax.Array, live: jax.Array, lane: jax.Array) -> jax.Array:
+    """Pairs, past all others where they are not real: a masked store may write the old value back."""
+    return jnp.where(live, pair, plan.all_pairs + lane)
 
 
 def inside(index: jax.Array, size: int, tile: int) -> jax.Array | None:
@@ -114,76 +137,80 @@ def inside(index: jax.Array, size: int, tile: int) -> jax.Array | None:
     return None if size % tile == 0 else index < size
 
 
-def load(ref, at: tuple, rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:
-    """The tile [R, C] at indices that broadcast to it, with zeros where a mask of its rows or columns says no."""
-    if rows is None and columns is None:
-        return plt.load(ref.at[at])
-    rows = jnp.bool_(True) if rows is None else rows[:, None]
-    columns = jnp.bool_(True) if columns is None else columns[None]
-    mask = jnp.broadcast_to(rows & columns, jnp.broadcast_shapes(*map(jnp.shape, at)))
-    return plt.load(ref.at[at], mask=mask, other=0)
+def load(ref, at: tuple, *masks: jax.Array | None) -> jax.Array:
+    """The tile at indices that broadcast to it, with zeros where a mask, which broadcasts too, says no."""
+    mask = every([m for m in masks if m is not None], jnp.broadcast_shapes(*map(jnp.shape, at)))
+    return plt.load(ref.at[at]) if mask is None else plt.load(ref.at[at], mask=mask, other=0)
 
 
 def dot(tiles: Tiles, x: jax.Array, w: jax.Array) -> jax.Array:
     return dot_transposed(w, x) if tiles.weights_first else dot_transposed(x, w)
 
 
-def start(plan: Plan, tiles: Tiles) -> tuple[jax.Array, ...]:
-    shape = (tiles.outputs, tiles.rows) if tiles.weights_first else (tiles.rows, tiles.outputs)
-    return (jnp.zeros(shape, jnp.float32),) * plan.parts
+def start(plan: Plan, tiles: Tiles) -> jax.Array:
+    outputs = plan.parts * tiles.outputs
+    return jnp.zeros((outputs, tiles.rows) if tiles.weights_first else (tiles.rows, outputs), jnp.float32)
 
 
-def finish(tiles: Tiles, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return tuple(s.T for s in sums) if tiles.weights_first else sums
+def source(plan: Plan, own: Lanes) -> jax.Array:
+    """Rows of the input: those of x, or of h, which has one for each pair."""
+    return own.row if plan.up else own.pair
 
 
-def array_product(plan: Plan, tiles: Tiles, x_ref, row, live, w_ref, expert, out) -> tuple[jax.Array, ...]:
-    """x[row] times rows `out` of the expert's gate and up, or of its w2: float32 [rows, outputs]."""
-    depth, real = tiles.depth, inside(out, plan.outputs, tiles.outputs)
+def weight_rows(plan: Plan, tiles: Tiles, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows of the weights that a program multiplies by, (gate or up, output): an output's gate and up are neighbours.
+
+    So both are one product, as wide as the widest that Hopper has, and lie in one thread when it is over.
+    """
+    row = jnp.arange(plan.parts * tiles.outputs, dtype=jnp.int32)
+    return remainder(row, plan.parts)[:, None], first + divide(row, plan.parts)[:, None]
+
+
+def array_product(plan: Plan, tiles: Tiles, x_ref, own: Lanes, w_ref, expert, first) -> jax.Array:
+    """Rows of x times `weight_rows` of the expert's w13 or w2: float32 [rows, parts x outputs]."""
+    part, out = weight_rows(plan, tiles, first)
+    row, live, real = source(plan, own)[:, None], own.live[:, None], inside(out, plan.outputs, tiles.outputs)
 
     def body(i, sums):
-        k = i * depth + jnp.arange(depth, dtype=jnp.int32)
-        cut = inside(k, plan.inputs, depth)
-        x = load(x_ref, (row[:, None], k[None]), live, cut)
-        weights = [load(w_ref, (expert, p, out[:, None], k[None]), real, cut) for p in range(plan.parts)]
-        return tuple(s + dot(tiles, x, w) for s, w in zip(sums, weights, strict=True))
+        k = i * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)[None]
+        cut = inside(k, plan.inputs, tiles.depth)
+        return sums + dot(tiles, load(x_ref, (row, k), live, cut), load(w_ref, (expert, part, out, k), real, cut))
 
-    return finish(tiles, lax.fori_loop(0, pl.cdiv(plan.inputs, depth), body, start(plan, tiles)))
+    sums = lax.fori_loop(0, pl.cdiv(plan.inputs, tiles.depth), body, start(plan, tiles))
+    return sums.T if tiles.weights_first else sums
 
 
-def packed_product(plan: Plan, packing: Packing, x_ref, row, live, w_refs, expert, out) -> tuple[jax.Array, ...]:
+def packed_product(plan: Plan, packing: Packing, x_ref, own: Lanes, w_refs, expert, first) -> jax.Array:
     """The same with packed weights; x as `split_columns` gives it.
 
     Each step loads the next one's scales and hands them on. Loaded in their own step, one-byte arrays would make Triton
     lay out both operands four columns to a thread, for which x has to be moved about in registers.
     """
     codes_ref, scales_ref = w_refs[:2]
-    tiles, real = plan.tiles, inside(out, plan.outputs, plan.tiles.outputs)
+    tiles, (part, out) = plan.tiles, weight_rows(plan, plan.tiles, first)
+    row, live, real = source(plan, own)[:, None], own.live[:, None], inside(out, plan.outputs, tiles.outputs)
     words, blocks = tiles.depth // VALUES_A_WORD, tiles.depth // packing.block
     dtype = jnp.bfloat16 if x_ref.dtype == jnp.bfloat16 else jnp.float32
 
-    def by_part(ref, k, cut):
-        return tuple(load(ref, (expert, p, out[:, None], k[None]), real, cut) for p in range(plan.parts))
-
     def load_scales(i):
-        k = i * blocks + jnp.arange(blocks, dtype=jnp.int32)
-        return by_part(scales_ref, k, k < plan.inputs // packing.block)
+        k = i * blocks + jnp.arange(blocks, dtype=jnp.int32)[None]
+        return packing.hold(load(scales_ref, (expert, part, out, k), real, k < plan.inputs // packing.block))
 
     def body(i, state):
-        sums, bits = state
-        word = i * words + jnp.arange(words, dtype=jnp.int32)
+        sums, held = state
+        word = i * words + jnp.arange(words, dtype=jnp.int32)[None]
         cut = inside(word, plan.inputs // VALUES_A_WORD, words)
-        codes, scales = by_part(codes_ref, word, cut), [packing.spread(b, words, dtype) for b in bits]
-        bits = load_scales(i + 1)
+        codes, scales = load(codes_ref, (expert, part, out, word), real, cut), packing.spread(held, words, dtype)
+        held = load_scales(i + 1)
         for t in range(VALUES_A_WORD):
-            x = load(x_ref, (row[:, None], t, word[None]), live, cut).astype(dtype)
-            sums = tuple(s + dot(tiles, x, packing.value(codes[p], scales[p], t)) for p, s in enumerate(sums))
-        return sums, bits
+            x = load(x_ref, (row, t, word), live, cut).astype(dtype)
+            sums += dot(tiles, x, packing.value(codes, scales, t))
+        return sums, held
 
     state = start(plan, tiles), load_scales(0)
     sums, _ = lax.fori_loop(0, pl.cdiv(plan.inputs, tiles.depth), body, state)
-    factor = packing.factor * (w_refs[2][expert] if packing.format == "nvfp4" else 1.0)
-    return tuple(s * factor for s in finish(tiles, sums))
+    sums *= packing.factor * (w_refs[2][expert] if packing.format == "nvfp4" else 1.0)
+    return sums.T if tiles.weights_first else sums
 
 
 def expert_kernel(*refs, plan: Plan):
@@ -193,21 +220,20 @@ def expert_kernel(*refs, plan: Plan):
         groups.append(list(refs[taken : taken + count]))
         taken += count
     plain, words, block_refs, w_refs, shared, weights = groups
-    out = pl.program_id(0) * plan.tiles.outputs + jnp.arange(plan.tiles.outputs, dtype=jnp.int32)
-    block, shared_blocks = pl.program_id(1), plan.shared * plan.row_blocks
+    column, block = place(plan)
+    first, shared_blocks = column * plan.tiles.outputs, plan.shared * plan.row_blocks
 
     def routed():
-        own = routed_lanes(plan, block - shared_blocks, w_refs[0].shape[0], block_refs)
-        row, column = divide(own.pair, plan.per_row), remainder(own.pair, plan.per_row)
-        source = row if plan.up else own.pair
+        own = routed_block(plan, block - shared_blocks, w_refs[0].shape[0], block_refs)
 
-        @pl.when(own.some)
+        @pl.when(own.count > 0)
         def _():
+            lanes = routed_lanes(plan, own, block_refs)
             if plan.packing is None:
-                sums = array_product(plan, plan.tiles, plain[0], source, own.live, w_refs[0], own.expert, out)
+                sums = array_product(plan, plan.tiles, plain[0], lanes, w_refs[0], own.expert, first)
             else:
-                sums = packed_product(plan, plan.packing, words[0], source, own.live, w_refs, own.expert, out)
-            store(plan, own, out, activate(plan, own, sums, weights, row, column), refs[-1], plan.split)
+                sums = packed_product(plan, plan.packing, words[0], lanes, w_refs, own.expert, first)
+            store(plan, first, weights, refs[-1], lanes, sums, plan.split)
 
     if not plan.shared:
         routed()
@@ -215,24 +241,37 @@ def expert_kernel(*refs, plan: Plan):
 
     @pl.when(block < shared_blocks)
     def _():
-        own = shared_lanes(plan, block)
-        row, column = remainder(own.pair - plan.pairs, plan.rows), plan.per_row + own.expert
-        source = row if plan.up else own.pair
-        sums = array_product(plan, plan.shared_tiles, plain[0], source, own.live, shared[0], own.expert, out)
-        store(plan, own, out, activate(plan, own, sums, weights, row, column), refs[-1], False)
+        own = shared_block(plan, block)
+        lanes = shared_lanes(plan, own)
+        sums = array_product(plan, plan.shared_tiles, plain[0], lanes, shared[0], own.expert, first)
+        store(plan, first, weights, refs[-1], lanes, sums, False)
 
     pl.when(block >= shared_blocks)(routed)
 
 
-def activate(plan: Plan, own: Lanes, sums: tuple[jax.Array, ...], weights: list, row, column) -> jax.Array:
+def place(plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """A program's tile of outputs and its block: `Tiles.group` blocks after one another have the same outputs."""
+    group, columns, index = plan.tiles.group, plan.columns, pl.program_id(0)
+    first = divide(index, group * columns) * group
+    size, within = jnp.minimum(plan.blocks - first, group), remainder(index, group * columns)
+    return lax.div(within, size), first + lax.rem(within, size)
+
+
+def activate(sums: jax.Array) -> jax.Array:
+    """SwiGLU of gate and up, which are neighbours: [rows, outputs]."""
+    pairs = sums.reshape(sums.shape[0], -1, 2)
+    is_gate = lax.broadcasted_iota(jnp.int32, pairs.shape, 2) == 0
+    gate, up = (jnp.sum(jnp.where(own, pairs, 0.0), axis=2) for own in (is_gate, ~is_gate))
+    return gate * jax.nn.sigmoid(gate) * up
+
+
+def store(plan: Plan, first, weights: list, out_ref, own: Lanes, sums: jax.Array, split: bool) -> None:
     """SwiGLU of gate and up; or the output times the weight of its row's expert."""
     if plan.up:
-        gate, up = sums
-        return gate * jax.nn.sigmoid(gate) * up
-    return sums[0] * plt.load(weights[0].at[row, column], mask=own.live, other=0)[:, None]
-
-
-def store(plan: Plan, own: Lanes, out, y, out_ref, split: bool) -> None:
+        y = activate(sums)
+    else:
+        y = sums * plt.load(weights[0].at[own.row, own.column], mask=own.live, other=0)[:, None]
+    out = first + jnp.arange(plan.tiles.outputs, dtype=jnp.int32)
     real = inside(out, plan.outputs, plan.tiles.outputs)
     mask = own.live[:, None] if real is None else own.live[:, None] & real[None]
     place = remainder(out, VALUES_A_WORD) * (plan.outputs // VALUES_A_WORD) + divide(out, VALUES_A_WORD)
@@ -251,11 +290,12 @@ def launch(plan: Plan, x, blocks: tuple, w, shared_w, weights, implementation: d
     if plan.packing is not None:  # a row of x is in the order of its columns, a row of h has been stored split
         inputs.append(split_columns(x) if plan.up else x.reshape(x.shape[0], VALUES_A_WORD, -1))
     rest = ([by_part(shared_w)] if plan.shared else []) + ([] if plan.up else [weights])
+    plan = replace(plan, blocks=plan.shared * plan.row_blocks + blocks[0].shape[1])
     call = dispatch.pallas_call(
         functools.partial(expert_kernel, plan=plan),
         op="moe",
         implementation=implementation,
-        grid=(pl.cdiv(plan.outputs, plan.tiles.outputs), plan.shared * plan.row_blocks + blocks[0].shape[1]),
+        grid=(plan.columns * plan.blocks,),
         out_shape=jax.ShapeDtypeStruct((plan.all_pairs, plan.outputs), x.dtype if plan.up else jnp.float32),
         num_warps=plan.tiles.num_warps,
         num_stages=plan.tiles.num_stages,
@@ -279,6 +319,7 @@ def make_plan(up: bool, x, ids, w, w2, shared: int, implementation: dispatch.Imp
         outputs=w.shape[-2],
         packing=Packing(w.format, capability) if packed else None,
         split=up and isinstance(w2, FP4),
+        blocks=0,
     )
 
 
