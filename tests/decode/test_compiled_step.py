@@ -50,7 +50,7 @@ def test_every_layer_runs_on_the_kernels(program):
     body = "\n".join(program.loop_body())
     expected = {"qkvr_prep": 3, "chunk": 3, "short_conv": 6, "dual_norm": 1, "embed_norm": 1}
     expected |= {"router_product": 1, "router": 1, "place": 1}
-    expected["linear"] = 4 + 2 + 5 + 2  # the dense layer, the global one's attention, the depth and its join; logits
+    expected["linear"] = 4 + 2 + 5 + 2  # the dense layer, the global one's attention, the depth and its join, logits
     assert {name: len(re.findall(rf"\b{name}_kernel", body)) for name in expected} == expected
 
 
