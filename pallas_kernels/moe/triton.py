@@ -194,18 +194,18 @@ def packed_product(plan: Plan, packing: Packing, x_ref, own: Lanes, w_refs, expe
 
     def load_scales(i):
         k = i * blocks + jnp.arange(blocks, dtype=jnp.int32)[None]
-        return packing.hold(load(scales_ref, (expert, part, out, k), real, k < plan.inputs // packing.block))
+        return load(scales_ref, (expert, part, out, k), real, k < plan.inputs // packing.block)
 
     def body(i, state):
-        sums, held = state
+        sums, bits = state
         word = i * words + jnp.arange(words, dtype=jnp.int32)[None]
         cut = inside(word, plan.inputs // VALUES_A_WORD, words)
-        codes, scales = load(codes_ref, (expert, part, out, word), real, cut), packing.spread(held, words, dtype)
-        held = load_scales(i + 1)
+        codes, scales = load(codes_ref, (expert, part, out, word), real, cut), packing.spread(bits, words, dtype)
+        bits = load_scales(i + 1)
         for t in range(VALUES_A_WORD):
             x = load(x_ref, (row, t, word), live, cut).astype(dtype)
             sums += dot(tiles, x, packing.value(codes, scales, t))
-        return sums, held
+        return sums, bits
 
     state = start(plan, tiles), load_scales(0)
     sums, _ = lax.fori_loop(0, pl.cdiv(plan.inputs, tiles.depth), body, state)

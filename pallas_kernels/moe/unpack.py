@@ -26,22 +26,6 @@ EVEN, ODD = dict(mask="0x000f000f", places="0x1040"), dict(mask="0x00f000f0", pl
 NORMAL = "mov.b32 c, 0x7E807E80; fma.rn.bf16x2 a, a, c, z;"
 
 
-# Four numbers of float8_e4m3fn in $2, times 2^118, to two registers; by way of float16, from compute capability 8.9 on.
-FLOAT8 = """{ .reg .b16 low, high; .reg .b32 a, b; .reg .f32 x, y; mov.b32 {low, high}, $2;
-cvt.rn.f16x2.e4m3x2 a, low; cvt.rn.f16x2.e4m3x2 b, high;
-mov.b32 {low, high}, a; cvt.f32.f16 x, low; cvt.f32.f16 y, high;
-mul.f32 x, x, 0f7A800000; mul.f32 y, y, 0f7A800000; cvt.rn.bf16x2.f32 $0, y, x;
-mov.b32 {low, high}, b; cvt.f32.f16 x, low; cvt.f32.f16 y, high;
-mul.f32 x, x, 0f7A800000; mul.f32 y, y, 0f7A800000; cvt.rn.bf16x2.f32 $1, y, x; }"""
-
-
-def inline(asm: str, constraints: str, pack: int, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Inline assembly on `pack` neighbouring numbers at a time."""
-    shape = jax.ShapeDtypeStruct(x.shape, dtype)
-    [out] = plt.elementwise_inline_asm(asm, args=[x], constraints=constraints, pack=pack, result_shape_dtypes=[shape])
-    return out
-
-
 def split_columns(x: jax.Array) -> jax.Array:
     """[M, K] to [M, 8, K / 8]: row t holds the columns that value t of each word multiplies."""
     return x.reshape(x.shape[0], -1, VALUES_A_WORD).swapaxes(1, 2)
@@ -54,16 +38,9 @@ def e4m3(bits: jax.Array) -> jax.Array:
     return jnp.where((bits & 0x7F) == 0x7F, jnp.nan, half.astype(jnp.float32) * 2.0**8)
 
 
-def float8_in_fours(held: jax.Array) -> jax.Array:
-    """The same numbers times 2^118, in bfloat16, from what `Packing.hold` gave; by the card's own conversion.
-
-    Triton moves a tile to another layout where it becomes wider: here as bfloat16, which are no bytes to pick.
-    """
-    wide = lax.bitcast_convert_type(inline(FLOAT8, "=r,=r,r,r,r,r", 4, held, jnp.bfloat16), jnp.uint16).astype(
-        jnp.int32
-    )
-    same = inline("mov.b32 $0, $1;", "=r,r", 1, wide, jnp.int32)
-    return lax.bitcast_convert_type(same.astype(jnp.uint16), jnp.bfloat16)
+def float8(bits: jax.Array) -> jax.Array:
+    """The same by the card's own conversion, from compute capability 8.9 on."""
+    return lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
 def e8m0(bits: jax.Array) -> jax.Array:
@@ -100,27 +77,11 @@ class Packing:
         """What `value` leaves to multiply by."""
         return 2.0**8 if self.shifted else 1.0
 
-    @property
-    def in_fours(self) -> bool:
-        """Whether four neighbouring scales stay in one register until they become bfloat16 together."""
-        return self.capability >= 89 and self.format == "nvfp4"
-
-    def hold(self, bits: jax.Array) -> jax.Array:
-        """Scales to hand on to the next step. Taken apart in the step that loads them, they would be waited for there.
-
-        The first number of each four is their register; nothing uses the others, and the assembler drops them.
-        """
-        asm = "mov.b32 $0, $4; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-        return inline(asm, "=r,=r,=r,=r,r", 4, bits, jnp.int32) if self.in_fours else bits
-
-    def spread(self, held: jax.Array, words: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    def spread(self, bits: jax.Array, words: int, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Block scales [outputs, blocks] as numbers, one for each word [outputs, words]."""
-        if self.in_fours:
-            scale = float8_in_fours(held)
-        else:
-            scale = e8m0(held) if self.format == "mxfp4" else e4m3(held)
-            scale = (scale * 2.0**118 if self.shifted else scale).astype(dtype)
-        (rows, blocks), each = held.shape, words // held.shape[1]
+        scale = e8m0(bits) if self.format == "mxfp4" else e4m3(bits) if self.capability < 89 else float8(bits)
+        scale = (scale * 2.0**118 if self.shifted else scale).astype(dtype)
+        (rows, blocks), each = bits.shape, words // bits.shape[1]
         return jnp.broadcast_to(scale[:, :, None], (rows, blocks, each)).reshape(rows, words)
 
     def value(self, codes: jax.Array, scales: jax.Array, t: int) -> jax.Array:
