@@ -7,9 +7,8 @@ model.
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -35,7 +34,6 @@ from .state import FULL, RUNNING, DecodeState, Settings
 
 PREFILL_CHUNKS = (32, 128, 512)
 LARGE_CHUNKS = (2048, 8192)  # on the kernels: there a step of 512 rows waits for the weights of the experts
-GRAPHED = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "CONDITIONAL", "DYNAMIC_SLICE_FUSION")  # by default
 LEAST_CAPACITY = 1024
 LEAST_STOPS = 16
 
@@ -123,10 +121,13 @@ class Engine:
             return on_shards(step, leaves, cache, tokens, length, start, beside=spec_of(("batch",)))
 
         self.model, self.on_shards, self.quantization = model, on_shards, packed
-        jit = partial(jax.jit, donate_argnums=1, compiler_options=compiler_options(mesh))
+        jit = partial(jax.jit, donate_argnums=1)
         self.prefill = jit(run_prefill, static_argnames=("chunk", "drafts"))
         self.decode = jit(run_decode, static_argnames=("drafts",))
         self.teacher_forced = jit(run_teacher_forced, static_argnames=("chunk", "depth"))
+        # One launch for all arrays of a cache: 66 layers have some 400, and each would cost the host 0.1 ms.
+        self.empty = jax.jit(self._empty, static_argnums=0)
+        self.cache_bytes = lru_cache(maxsize=64)(self._cache_bytes)
 
     def start(self, requests: list[Request], drafts: int) -> tuple[DecodeState, Settings]:
         """The state and settings of a batch, padded to a bucket with sequences that are already full."""
@@ -195,8 +196,11 @@ class Engine:
     def cache(self, shape: CacheShape, needed: np.ndarray) -> Cache:
         """An empty cache with pages allocated for `needed[b]` rows of each sequence."""
         everything, ring = allocate_pages(self.config, shape, needed)
-        cache = make_cache(self.config, shape, self.dtype, self.implementation, self.mesh)
+        cache = self.empty(shape)
         return dataclasses.replace(cache, global_pages=self.place(everything), local_pages=self.place(ring))
+
+    def _empty(self, shape: CacheShape) -> Cache:
+        return make_cache(self.config, shape, self.dtype, self.implementation, self.mesh)
 
     def check_memory(self, shape: CacheShape) -> None:
         """Raises MemoryError, before anything is allocated, when the cache cannot fit."""
@@ -210,28 +214,15 @@ class Engine:
                 f"prompts, give fewer of them at a time, or use fewer draft_tokens"
             )
 
-    def cache_bytes(self, shape: CacheShape) -> int:
+    def _cache_bytes(self, shape: CacheShape) -> int:
         """Bytes of a cache on each device."""
-        cache = jax.eval_shape(lambda: make_cache(self.config, shape, self.dtype, mesh=self.mesh))
+        cache = jax.eval_shape(lambda: self._empty(shape))
 
         def size(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
             own = leaf.shape if self.mesh is None else NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
             return math.prod(own) * leaf.dtype.itemsize
 
         return sum(jax.tree.leaves(jax.tree.map(size, cache, specs(cache))))
-
-
-def compiler_options(mesh: Mesh | None) -> dict[str, str] | None:
-    """Captures collectives into the graph of a step, so that the host launches once a round on a mesh too.
-
-    XLA's list of what a graph may hold leaves them out. None where no GPUs talk, or where XLA_FLAGS has a list of its
-    own.
-    """
-    if mesh is None or mesh.size == 1 or mesh.devices.flat[0].platform == "cpu":
-        return None
-    if "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", ""):
-        return None
-    return {"xla_gpu_enable_command_buffer": ",".join([*GRAPHED, "COLLECTIVES"])}
 
 
 def _placed(array: Array | jax.ShapeDtypeStruct, where: NamedSharding) -> Array | jax.ShapeDtypeStruct:

@@ -132,10 +132,7 @@ def _restrict_parts(scaled: Float[Array, "B V"], settings: Settings) -> Float[Ar
 
 
 def _least(reached: Callable[[Int[Array, "B n"]], Bool[Array, "B n"]], batch: int) -> Int[Array, " B"]:
-    """The least non-negative int32 for which a monotone condition holds, 32 candidates a pass; the largest if none.
-
-    Unrolled: a captured graph holds no loop in which devices talk.
-    """
+    """The least non-negative int32 for which a monotone condition holds, 32 candidates a pass; the largest if none."""
 
     def step(i: Int[Array, ""], first: Int[Array, " B"]) -> Int[Array, " B"]:
         shift = jnp.maximum(26 - 5 * i, 0)
@@ -143,7 +140,7 @@ def _least(reached: Callable[[Int[Array, "B n"]], Bool[Array, "B n"]], batch: in
         short = jnp.sum(~reached(last), axis=1, dtype=jnp.int32)
         return first + (jnp.minimum(short, 31) << shift)
 
-    return lax.fori_loop(0, 7, step, jnp.zeros(batch, jnp.int32), unroll=True)
+    return lax.fori_loop(0, 7, step, jnp.zeros(batch, jnp.int32))
 
 
 def draw(probabilities: Float[Array, "B V"], key: Key[Array, " B"], vocabulary: int | None = None) -> Int[Array, " B"]:

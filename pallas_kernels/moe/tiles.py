@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pallas_kernels._dispatch import Target, next_power_of_2
 
 DECODE_ROWS = 16  # the most rows an expert has, on average, for which its weights and not its products count
+FEW_ROWS = 128  # up to so many rows of x are decoding however few the experts: a row's bits must not turn with others
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +32,21 @@ class Tiles:
         return stages * (self.rows + parts * self.outputs) * self.depth * itemsize
 
 
-def choose_tiles(up: bool, pairs: int, experts: int, packed: bool, itemsize: int, where: Target) -> Tiles:
-    """Tiles for `pairs` of a row and an expert; measured on an H200, cut down to other cards' shared memory.
+def choose_tiles(up: bool, rows: int, pairs: int, experts: int, packed: bool, itemsize: int, where: Target) -> Tiles:
+    """Tiles for `pairs` of one of the rows and an expert; measured on an H200, cut down to other cards' shared memory.
 
     Decoding reads weights: few rows, small programs, so that they spread evenly over the card. From about 16 rows an
     expert on, the product counts: large tiles. float32 has no matrix unit, and small ones.
     """
     parts, share = (2 if up else 1), pairs // experts
+    few = rows <= FEW_ROWS or share <= DECODE_ROWS
     wide = where.capability in (90, 100, 103)  # cards whose products read shared memory
     if itemsize == 4:
         tiles = Tiles(16, 32, 128 if packed else 32, 4, 2)
-    elif share <= DECODE_ROWS and packed:
+    elif few and packed:
         least = 16 if where.platform == "rocm" else 8  # rows that matrix units take, beside 16 of the weights
         tiles = Tiles(least if share <= 8 else 16, 32 // parts, 256, 2, 3, weights_first=True)
-    elif share <= DECODE_ROWS:
+    elif few:
         tiles = Tiles(16, 64 // parts, 128, 4, 5, weights_first=True)
         if pairs <= 16:
             tiles = Tiles(16, 16, 256, 1, 4) if up else Tiles(16, 32, 256, 2, 4)

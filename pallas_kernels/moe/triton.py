@@ -307,7 +307,7 @@ def make_plan(up: bool, x, ids, w, w2, shared: int, implementation: dispatch.Imp
     where, packed = dispatch.target(), isinstance(w, FP4)
     capability = where.capability if implementation == "triton" and x.dtype == jnp.bfloat16 else 0
     itemsize = 4 if packed and x.dtype == jnp.float16 else x.dtype.itemsize
-    tiles = choose_tiles(up, ids.size, w.shape[0], packed, itemsize, where)
+    tiles = choose_tiles(up, x.shape[0], ids.size, w.shape[0], packed, itemsize, where)
     return Plan(
         tiles=tiles,
         shared_tiles=shared_tiles(tiles, x.shape[0], packed),

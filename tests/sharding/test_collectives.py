@@ -16,7 +16,7 @@ from inkling_jax.decode.engine import Engine
 from inkling_jax.nn import abstract_parameters
 from inkling_jax.sharding import AXES
 from tests.decode.tiny import request
-from tests.h200 import HAS_PLUGIN, Collective, cards, compiled, indent
+from tests.h200 import HAS_PLUGIN, Collective, cards, compiled
 
 BATCH, DRAFTS, CHUNK, H = 2, 1, 512, 6144
 EXPERT, TENSOR = 2, 4
@@ -83,10 +83,6 @@ def test_a_round_sums_each_branch_once_and_exchanges_tokens(program):
         ("all-gather", (f"s32[{parts},2,{BATCH}]",)),
     }
     assert set(made(branches)) == sampling
-    # The host launches once a round: one graph holds the loop's body, collectives and all.
-    body = program.loop_body()
-    held = [line for line in body if indent(line) == min(map(indent, body))]
-    assert len(held) == 1 and "kCommandBuffer" in held[0]
     # Every byte that comes out lies where it came in: the state is donated on a mesh as on one device.
     assert program.memory.alias_size_in_bytes > 1e6
     assert program.memory.output_size_in_bytes - program.memory.alias_size_in_bytes < 1024

@@ -33,7 +33,7 @@ def test_buffers_fit_every_card(arch, packed, up):
     where = Target("rocm" if arch.startswith("gfx") else "cuda", arch)
     for itemsize in (2, 4):
         for rows in (1, 8, 64, 512, 8192):
-            tiles = choose_tiles(up, 6 * rows, 64, packed, itemsize, where)
+            tiles = choose_tiles(up, rows, 6 * rows, 64, packed, itemsize, where)
             for t in (tiles, shared_tiles(tiles, rows, packed)):
                 one_stage = (t.rows + (1 + up) * t.outputs) * t.depth * itemsize
                 assert one_stage <= where.shared_memory
