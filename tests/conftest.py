@@ -1,6 +1,8 @@
 """What every test runs under: shapes checked at call time, strict dtype promotion, the CPU unless told otherwise."""
 
+import gc
 import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -35,6 +37,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_memory_maps():
+    """A program for the CPU takes three memory maps or more, and Linux gives a process 65,530: JAX forgets in time.
+
+    Without this the compiler crashes after some 1500 tests.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
