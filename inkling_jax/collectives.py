@@ -25,8 +25,8 @@ def few(rows: int, axis: str | None) -> bool:
     """Whether a step of so many rows a device sums a branch whole; else it does reduce-scatter and all-gather.
 
     Both move the same bytes. With few rows latency counts, and one collective has half of two; with many the short
-    convolution and the sum are worth splitting. Two H200s meet between 128 and 512 rows of H = 6144 (docs/distributed.md
-    has the figures).
+    convolution and the sum are worth splitting. Two H200s meet between 128 and 512 rows of H = 6144
+    (docs/distributed.md has the figures).
     """
     return parts(axis) == 1 or rows <= WHOLE_ROWS
 

@@ -55,7 +55,7 @@ def test_every_layer_runs_on_the_kernels(program):
 
 
 def test_nothing_stands_between_the_launches_of_a_mixture(program):
-    """No sort, no conversion and no copy of XLA's on the way from the router to the experts; no weight is transposed."""
+    """No sort, no conversion and no copy of XLA's between the router and the experts; no weight is transposed."""
     names = re.findall(r"kCustomKernel +\[.*?\] *(\w+)", "\n".join(program.loop_body()))
     first = names.index("router_product_kernel")
     expected = ("router_product", "router", "place", "expert", "expert")
