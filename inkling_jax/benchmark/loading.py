@@ -138,10 +138,14 @@ def main() -> None:
     parser.add_argument("--quantization", choices=(*FORMATS, "none"), default="nvfp4", help="of the routed experts")
     parser.add_argument("--mesh", metavar="SIZES", type=parse_mesh, help="over so many devices: tensor=2,expert=4")
     arguments = parser.parse_args()
-    config = cut(InklingConfig.from_name(arguments.config), arguments.layers)
     format: Format | None = None if arguments.quantization == "none" else arguments.quantization
-    packed = None if format is None else Quantization(format, tuple(range(1, config.num_layers)))
-    print(json.dumps(loading(arguments.directory, config, packed, arguments.mesh), indent=1))
+    try:
+        config = cut(InklingConfig.from_name(arguments.config), arguments.layers)
+        packed = None if format is None else Quantization(format, tuple(range(1, config.num_layers)))
+        report = loading(arguments.directory, config, packed, arguments.mesh)
+    except (ValueError, OSError, MemoryError) as error:
+        parser.exit(2, f"error: {error}\n")
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":
