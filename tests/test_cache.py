@@ -69,7 +69,7 @@ def chunked(engine):
         def shifted(by):
             return jax.lax.dynamic_slice_in_dim(tokens, start + by, chunk, axis=1)
 
-        h, cache = model.hidden(model.embed(shifted(0)), rows(length), cache)
+        h, cache = model.hidden(shifted(0), rows(length), cache)
         logits = [model.logits(h)]
         for d in range(DEPTHS):
             h, cache = model.depth(d, h, shifted(d + 1), rows(length - d - 1), cache)

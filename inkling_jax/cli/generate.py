@@ -134,7 +134,10 @@ def summary(statistics: Statistics) -> str:
     if statistics.acceptance:
         rates = " ".join("-" if math.isnan(rate) else f"{100 * rate:.0f}" for rate in statistics.acceptance)
         parts.append(f"drafts accepted by position: {rates} %")
-    parts.append(f"prefill {statistics.prefill_seconds:.2f} s, decode {statistics.decode_seconds:.2f} s")
+    rate = statistics.tokens / max(statistics.decode_seconds, 1e-9)
+    parts.append(
+        f"prefill {statistics.prefill_seconds:.2f} s, decode {statistics.decode_seconds:.2f} s ({rate:,.0f} tokens/s)"
+    )
     return "; ".join(parts)
 
 

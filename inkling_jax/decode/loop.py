@@ -71,7 +71,7 @@ def _chunk(
     """Hidden rows of the target before position `end`, then of each depth d before `depth_end - d`."""
     first = jnp.full_like(end, start)
     rows = _rows(cache, end, start, chunk)
-    h, filled = model.hidden(model.embed(_tokens(tokens, first, chunk), rows), rows, cache)
+    h, filled = model.hidden(_tokens(tokens, first, chunk), rows, cache)
     outputs = [h]
     for d in range(depths):
         later = _tokens(tokens, first + d + 1, chunk)
@@ -152,7 +152,7 @@ def verify(model: InklingModel, state: DecodeState, drafts: int) -> tuple[Decode
     # Plain JAX takes at least two rows: the CPU multiplies a single one in another order, and rounds it otherwise.
     least = 2 if rows.implementation == "xla" else 1
     tokens = _tokens(state.tokens, state.length - 1, max(drafts + 1, least))
-    h, cache = model.hidden(model.embed(tokens, rows), rows, state.cache)
+    h, cache = model.hidden(tokens, rows, state.cache)
     state = dataclasses.replace(state, cache=_some(cache), hidden=state.hidden.write(h, rows))
     return state, Logits.of(model.logits(h, rows.implementation)[:, : drafts + 1], model.unembed.real)
 

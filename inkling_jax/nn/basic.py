@@ -128,11 +128,24 @@ class Embedding(nnx.Module):
         self.weight = normal(rngs, (vocabulary, size), ("token", "hidden"), dtype)
         self.norm = RMSNorm(size, eps, "hidden", dtype=dtype)
 
-    def __call__(self, tokens: Int[Array, "B T"], rows: Rows | None = None) -> Float[Array, "B T H"]:
-        if rows is None or rows.implementation == "xla":
-            return self.norm(self.weight[...][tokens])
-        e = kernels.embed_norm(
-            tokens, self.weight[...], self.norm.weight[...], eps=self.norm.eps, implementation=rows.implementation
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        return self.norm(self.weight[...][tokens])
+
+    def begin(
+        self, tokens: Int[Array, "B T"], next_norm: RMSNorm, rows: Rows
+    ) -> tuple[Float[Array, "B T H"], Float[Array, "B T H"]]:
+        """The residual stream and `next_norm` of it.
+
+        A kernel makes both: XLA sums a norm's squares in an order that turns with the number of rows.
+        """
+        weight = next_norm.weight[...]
+        if rows.implementation == "xla":
+            stream = self(tokens).astype(weight.dtype)  # in training the table is float32
+            return stream, next_norm(stream)
+        stream, normed = kernels.embed_norm(
+            *(tokens, self.weight[...], self.norm.weight[...]),
+            eps=self.norm.eps,
+            next_weight=weight,
+            implementation=rows.implementation,
         )
-        assert isinstance(e, jax.Array)  # two only where a next norm is asked for
-        return e
+        return stream, normed

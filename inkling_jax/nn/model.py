@@ -73,15 +73,15 @@ class InklingModel(nnx.Module):
             self.mtp_chain_norm = RMSNorm(config.hidden_size, config.norm_eps, "hidden", dtype=dtype)
 
     def hidden(
-        self, x: Float[Array, "B T H"], rows: Rows | None = None, cache: Cache | None = None
+        self, tokens: Int[Array, "B T"], rows: Rows | None = None, cache: Cache | None = None
     ) -> tuple[Float[Array, "B T H"], Cache | None]:
-        """Embedded rows to hidden rows after the final norm; with a cache, the rows continue what it holds.
+        """Tokens to hidden rows after the final norm; with a cache, the rows continue what it holds.
 
         Without `rows` every row is real and starts at position 0. Differentiable without a cache.
         """
-        rows = rows or _whole(x)
+        rows = rows or _whole(tokens)
         layers = []
-        normed = self.layers[0].attn_norm(x)
+        x, normed = self.embed.begin(tokens, self.layers[0].attn_norm, rows)
         norms = [layer.attn_norm for layer in self.layers[1:]] + [self.norm]
         for i, (layer, next_norm) in enumerate(zip(self.layers, norms, strict=True)):
             own = None if cache is None else cache.layers[i]
@@ -111,7 +111,7 @@ class InklingModel(nnx.Module):
 
         `h_prev` is what `hidden` gave for d = 0 and what depth d - 1 gave otherwise, `tokens` those at i + d + 1.
         """
-        rows = rows or _whole(h_prev)
+        rows = rows or _whole(tokens)
         own = None if cache is None else cache.depths[d]
         table = None if cache is None or own is None else cache.page_table(own)
         # The chain norm's output is what the logits and the next depth take (vLLM, SGLang, transformers).
@@ -122,8 +122,8 @@ class InklingModel(nnx.Module):
         return out, cache
 
 
-def _whole(x: Float[Array, "B T H"]) -> Rows:
-    return Rows(jnp.zeros(x.shape[0], jnp.int32), jnp.full(x.shape[0], x.shape[1], jnp.int32))
+def _whole(tokens: Int[Array, "B T"]) -> Rows:
+    return Rows(jnp.zeros(tokens.shape[0], jnp.int32), jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32))
 
 
 @lru_cache(maxsize=16)

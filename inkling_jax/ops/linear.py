@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -30,20 +29,6 @@ def linear(
     Several weights give their products side by side; with `outputs` only the first so many columns are made. The
     kernels have no gradient.
     """
-    out_dtype = out_dtype or x.dtype
-    if implementation != "xla":
-        flat = x.reshape(-1, x.shape[-1])
-        y = kernels.linear(flat, w, scale=scale, outputs=outputs, out_dtype=out_dtype, implementation=implementation)
-        return y.reshape(*x.shape[:-1], -1)
-    products = [_product(x, each, scale).astype(out_dtype) for each in ([w] if isinstance(w, jax.Array) else w)]
-    y = products[0] if len(products) == 1 else jnp.concatenate(products, axis=-1)
-    return y[..., :outputs]
-
-
-def _product(
-    x: Float[Array, "*rows I"], w: Float[Array, "O I"], scale: Float[Array, ""] | None
-) -> Float[Array, "*rows O"]:
-    y = jax.lax.dot_general(
-        x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=precision(x.dtype), preferred_element_type=jnp.float32
-    )
-    return y if scale is None else y * scale.astype(jnp.float32)
+    flat = x.reshape(-1, x.shape[-1])
+    y = kernels.linear(flat, w, scale=scale, outputs=outputs, out_dtype=out_dtype, implementation=implementation)
+    return y.reshape(*x.shape[:-1], -1)

@@ -56,8 +56,7 @@ def predict(model: InklingModel, window: Int[Array, "B window"]) -> list[Float[A
     Row i of entry j predicts token i + j + 1 of the window, so every row of every entry has its target inside.
     """
     rows = window.shape[1] - len(model.mtp) - 1
-    # The table may be float32 (see `loss`): the rows that leave it are rounded as the model's own are.
-    h, _ = model.hidden(model.embed(window[:, :rows]).astype(model.unembed.weight[...].dtype))
+    h, _ = model.hidden(window[:, :rows])
     outputs = [model.logits(h)]
     for d in range(len(model.mtp)):
         h, _ = model.depth(d, h, window[:, d + 1 : d + 1 + rows])

@@ -47,7 +47,8 @@ def choose_tiles(up: bool, rows: int, pairs: int, experts: int, packed: bool, it
         least = 16 if where.platform == "rocm" else 8  # rows that matrix units take, beside 16 of the weights
         tiles = Tiles(least if share <= 8 else 16, 32 // parts, 256, 2, 3, weights_first=True)
     elif few:
-        tiles = Tiles(16, 64 // parts, 128, 4, 5, weights_first=True)
+        # With more than 8 rows an expert some have a second block, which then finds the weights in L2.
+        tiles = Tiles(16, 64 // parts, 128, 4, 5, weights_first=True, group=16 if share > 8 else 1)
         if pairs <= 16:
             tiles = Tiles(16, 16, 256, 1, 4) if up else Tiles(16, 32, 256, 2, 4)
     elif packed:

@@ -37,7 +37,8 @@ MAX_CHUNKS = 64
 # A context of at most so many chunks and keys may be walked by one program, where there are many sequences.
 SERIAL_CHUNKS = 16
 SERIAL_REACH = 8192
-SERIAL_PROGRAMS = 256
+# From so many programs on one walks all chunks of that many keys: what is short takes one program little longer.
+SERIAL_PROGRAMS = {1024: 128, SERIAL_REACH: 256}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,26 +139,17 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, count_ref, *refs, p
     pages = functools.partial(load_pages, plan, table_ref, sequence)
     first_page = pages(jnp.maximum(low, first))
 
-    def run(low, first_page) -> flash.Softmax:
+    def run() -> flash.Softmax:
         q = plt.load(q_ref.at[place], mask=real[:, None] & whole, other=0)
         factor = flash.LOG2E
         if tau_ref is not None:
             factor *= plt.load(tau_ref.at[sequence, row], mask=real, other=1).astype(jnp.float32)[:, None]
         bias = make_bias(plan, extra, sequence, tile, row, query_head, real, length - count)
         keys = functools.partial(load_block, plan, k_ref, v_ref, head, length)
-        return flash.gather_sums(
-            walk(plan, q, row, length, length - count, low, first, factor, first_page, pages, keys, bias)
-        )
-
-    def next_chunk(i, state):
-        begin = low + i * plan.chunk
-        return flash.merge(state, run(begin, pages(jnp.maximum(begin, first))))
+        return walk(plan, q, row, length, length - count, low, first, factor, first_page, pages, keys, bias)
 
     if plan.serial or plan.chunks == 1:
-        live = divide_up(jnp.maximum(length - low, 0), plan.chunk)
-        state = flash.start(plan.tile_rows, columns.size)
-        state = run(low, first_page) if plan.chunks == 1 else jax.lax.fori_loop(0, live, next_chunk, state)
-        out = jnp.where(real[:, None], flash.finish(state), 0.0)  # a row past the count, read as q = 0, sees keys
+        out = jnp.where(real[:, None], flash.finish(run()), 0.0)  # a row past the count, read as q = 0, sees keys
         plt.store(refs[-1].at[place], out.astype(refs[-1].dtype), mask=stored[:, None] & whole)
         return
     out_ref, top_ref, total_ref = refs[-3:]
@@ -165,7 +157,7 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, count_ref, *refs, p
 
     @pl.when(low < length)
     def _():
-        state = run(low, first_page)
+        state = run()
         out = jnp.where(real[:, None], state.out, 0.0)
         plt.store(out_ref.at[(sequence, chunk, *place[1:])], out, mask=stored[:, None] & whole)
         plt.store(top_ref.at[sums], state.top, mask=stored)
@@ -177,20 +169,25 @@ def chunk_kernel(q_ref, k_ref, v_ref, table_ref, length_ref, count_ref, *refs, p
         plt.store(total_ref.at[sums], jnp.zeros(row.shape, jnp.float32), mask=stored)
 
 
-def walk(plan: Plan, q, row, length, oldest, low, first, factor, first_page, pages, keys, bias):
+def walk(plan: Plan, q, row, length, oldest, low, first, factor, first_page, pages, keys, bias) -> flash.Softmax:
     """The softmax over one chunk from the first block seen on, far blocks (no bias, no future), then near ones.
 
     Each step looks up the next block's page and hands it on. Looked up in its own step, the page would take up a stage
     of Triton's pipeline, and with it a buffer of keys and values: at 4 stages one block would be in flight, not three.
+
+    A serial program walks on to the length, and merges a chunk into those before it where that ends: a loop of its own
+    for each would empty the pipeline between two of them.
     """
-    high = jnp.minimum(low + plan.chunk, length)
+    high = length if plan.serial else jnp.minimum(low + plan.chunk, length)
     begin = divide(jnp.maximum(low, first), plan.block)
     end = jnp.maximum(divide_up(jnp.maximum(high, 0), plan.block), begin)
     far = divide(jnp.maximum(oldest - plan.extent + 1, 0), plan.block)
     far = jnp.minimum(jnp.maximum(far, begin), end)
 
+    fresh = flash.start(q.shape[0], q.shape[1], plan.block)
+
     def body(near: bool, i, carry):
-        page, state = carry
+        page, state, *before = carry
         key, k, v = keys(i * plan.block, page, near)
         scores = flash.dot_transposed(q, k) * (plan.scale * factor)
         distance = (oldest + row)[:, None] - key[None, :]
@@ -200,14 +197,20 @@ def walk(plan: Plan, q, row, length, oldest, low, first, factor, first_page, pag
         if plan.window is not None:
             visible = (distance < plan.window) if visible is None else visible & (distance < plan.window)
         scores = scores if visible is None else jnp.where(visible, scores, -jnp.inf)
-        return pages((i + 1) * plan.block), flash.step(state, scores, v)
+        page, state = pages((i + 1) * plan.block), flash.step(state, scores, v)
+        if not plan.serial:
+            return page, state
+        over = (remainder((i + 1) * plan.block, plan.chunk) == 0) | (i + 1 == end)
+        merged = lambda: (fresh, flash.merge(before[0], flash.gather_sums(state)))  # noqa: E731
+        return page, *jax.lax.cond(over, merged, lambda: (state, before[0]))
 
-    carry = first_page, flash.start(q.shape[0], q.shape[1], plan.block)
+    carry = first_page, fresh, *([flash.start(*q.shape)] if plan.serial else [])
     if plan.window is None or plan.window > plan.extent:
         carry = jax.lax.fori_loop(begin, far, functools.partial(body, False), carry)
     else:
         far = begin
-    return jax.lax.fori_loop(far, end, functools.partial(body, True), carry)[1]
+    _, state, *before = jax.lax.fori_loop(far, end, functools.partial(body, True), carry)
+    return before[0] if plan.serial else flash.gather_sums(state)
 
 
 def load_pages(plan: Plan, table_ref, sequence, start):
@@ -322,6 +325,12 @@ def may_be_serial(plan: Plan) -> bool:
     return plan.chunks <= SERIAL_CHUNKS and plan.chunks * plan.chunk <= SERIAL_REACH
 
 
+def is_serial(plan: Plan, programs: int) -> bool:
+    """Whether one program does walk them, where so many would."""
+    enough = (least for reach, least in SERIAL_PROGRAMS.items() if plan.chunks * plan.chunk <= reach)
+    return plan.chunks > 1 and may_be_serial(plan) and programs >= min(enough)
+
+
 def run(
     q, k_pages, v_pages, page_table, lengths, *, count, rel_logits, r, rel_proj, tau, scale, extent, window,
     implementation, tiles: Tiles | None = None,
@@ -344,8 +353,7 @@ def run(
         rel_dim, tau is not None,
         tiles.block, tiles.chunk, pl.cdiv(reach, tiles.chunk), max_tile_rows,
     )  # fmt: skip
-    serial = may_be_serial(plan) and batch * kv_heads * plan.tiles >= SERIAL_PROGRAMS
-    plan = dataclasses.replace(plan, serial=serial and plan.chunks > 1)
+    plan = dataclasses.replace(plan, serial=is_serial(plan, batch * kv_heads * plan.tiles))
     whole = plan.serial or plan.chunks == 1
     # A caller that keeps rel_proj transposed, [X, R], and passes its .T pays nothing for this one: XLA drops the pair.
     flat = None if r is None else rel_proj[:, :extent].T.reshape(-1)

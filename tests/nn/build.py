@@ -43,7 +43,7 @@ def teacher_forced(
     def rows(count: int) -> Rows:
         return Rows(jnp.full(batch, start), jnp.full(batch, count, jnp.int32))
 
-    hidden, _ = model.hidden(model.embed(tokens), rows(length))
+    hidden, _ = model.hidden(tokens, rows(length))
     found: dict[str, Any] = {"hidden": hidden, "logits": model.logits(hidden), "depths": []}
     for d in range(len(model.mtp)):
         count = length - d - 1

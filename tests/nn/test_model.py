@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from inkling_jax.cache import Rows
 from inkling_jax.config import InklingConfig
-from inkling_jax.nn import abstract_parameters, logical_axes
+from inkling_jax.nn import InklingModel, abstract_parameters, logical_axes
+from inkling_jax.ops import linear
 from tests import reference
+from tests.kernels.oracle import bits
 from tests.nn.build import build, run, teacher_forced
 from tests.precision import relative_error
 from tests.reference import CONFIGS
@@ -34,6 +37,24 @@ def test_logits_and_every_depth_agree_with_the_oracle(name):
     assert len(found["depths"]) == len(expected_depths) == config.mtp_depths
     for logits, depth in zip(found["depths"], expected_depths, strict=True):
         assert relative_error(logits[0], depth["logits"]) < 1e-5
+
+
+def test_a_row_begins_the_same_among_any_number_of_rows():
+    """To the bit, on the kernels: XLA would add a norm's squares in another order for 48 or 80 rows than for 16."""
+    config = replace(TINY, hidden_size=192)
+    module = InklingModel(config, dtype="float32", rngs=nnx.Rngs(0))
+    tokens = jnp.arange(80, dtype=jnp.int32)[:, None] % config.real_vocab_size
+
+    @jax.jit
+    def begin(tokens):
+        rows = Rows(jnp.zeros(len(tokens), jnp.int32), jnp.ones(len(tokens), jnp.int32), "interpret")
+        stream, normed = module.embed.begin(tokens, module.layers[0].attn_norm, rows)
+        return stream, linear(normed, module.layers[0].attn.wq.weight[...], implementation="interpret")
+
+    expected = [bits(x) for x in begin(tokens[:16])]
+    for count in (48, 80):
+        for x, own in zip(begin(tokens[:count]), expected, strict=True):
+            np.testing.assert_array_equal(bits(x[:16]), own)
 
 
 def test_the_sequences_of_a_batch_are_strangers():
