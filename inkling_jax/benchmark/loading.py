@@ -24,6 +24,7 @@ import psutil
 from jaxtyping import Array
 
 from ..checkpoint import save_checkpoint
+from ..checkpoint.write import free_target
 from ..config import PRESETS, InklingConfig
 from ..model import load
 from ..quantization import FORMATS, Format, Quantization
@@ -58,9 +59,10 @@ def loading(
     """
     devices = make_mesh(mesh)
     check_mesh(config, devices, quantization)
+    directory = free_target(Path(directory))
     written = jax.block_until_ready(random_parameters(config, "bfloat16", 0, quantization, devices))
     begin = time.perf_counter()
-    save_checkpoint(directory := Path(directory), config, written, layout="original", max_shard_bytes=file_bytes)
+    save_checkpoint(directory, config, written, layout="original", max_shard_bytes=file_bytes)
     files = sorted(directory.glob("*.safetensors"))
     _onto_disk(files)
     report = {

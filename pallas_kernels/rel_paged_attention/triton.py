@@ -37,8 +37,8 @@ MAX_CHUNKS = 64
 # A context of at most so many chunks and keys may be walked by one program, where there are many sequences.
 SERIAL_CHUNKS = 16
 SERIAL_REACH = 8192
-# From so many programs on one walks all chunks of that many keys: what is short takes one program little longer.
-SERIAL_PROGRAMS = {1024: 128, SERIAL_REACH: 256}
+# Keys, and from how many programs on one walks the chunks of up to so many: what is short takes one little longer.
+SERIAL_PROGRAMS = ((1024, 128), (SERIAL_REACH, 256))
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +327,7 @@ def may_be_serial(plan: Plan) -> bool:
 
 def is_serial(plan: Plan, programs: int) -> bool:
     """Whether one program does walk them, where so many would."""
-    enough = (least for reach, least in SERIAL_PROGRAMS.items() if plan.chunks * plan.chunk <= reach)
+    enough = (least for reach, least in SERIAL_PROGRAMS if plan.chunks * plan.chunk <= reach)
     return plan.chunks > 1 and may_be_serial(plan) and programs >= min(enough)
 
 

@@ -35,8 +35,13 @@ def test_a_checkpoint_is_written_and_loaded_twice(tmp_path, monkeypatch):
     assert [row["cold"] for row in report["loads"]] == [True, False]
     assert report["loads"][0]["bytes_per_second"] * report["loads"][0]["seconds"] == pytest.approx(report["bytes"])
     assert report["bytes_on_a_device"] < 0.8 * report["bytes"] < report["bytes"]
+
+
+def test_a_directory_that_is_taken_is_told_before_anything_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "random_parameters", None)
+    (tmp_path / "other").touch()
     with pytest.raises(CheckpointError, match="exists and is not an empty directory"):
-        loading.loading(tmp_path / "new", config, PACKED)
+        loading.loading(tmp_path, loading.cut(CONFIG, 3), PACKED)
 
 
 def test_what_differs_is_told():

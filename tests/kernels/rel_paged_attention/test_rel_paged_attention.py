@@ -183,7 +183,7 @@ def test_many_sequences_give_the_bits_of_few(pallas, monkeypatch, window):
     setting = Setting([5, 96, 0, 41], rows=2, window=window, extent=24, tau=True, dtype=dtype)
     monkeypatch.setattr(triton, "choose_tiles", choose_small)
     few = setting.run(pallas)
-    monkeypatch.setattr(triton, "SERIAL_PROGRAMS", {triton.SERIAL_REACH: 1})
+    monkeypatch.setattr(triton, "SERIAL_PROGRAMS", ((triton.SERIAL_REACH, 1),))
     np.testing.assert_array_equal(bits(setting.run(pallas)), bits(few))
 
 
