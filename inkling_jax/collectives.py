@@ -18,7 +18,7 @@ WHOLE_ROWS = 64
 """Most rows of a step whose row-parallel products are summed whole on every device (`few`)."""
 
 GATHERED = 2**20
-"""Most numbers that a sum may gather on a device (`all_reduce`)."""
+"""Most numbers that a sum may gather on a device (`summands`)."""
 
 
 def few(rows: int, axis: str | None) -> bool:
@@ -56,16 +56,18 @@ def own(x: Shaped[Array, "..."], axis: str | None, dimension: int = -1) -> Shape
 
 
 def all_reduce(x: Shaped[Array, "..."], axis: str | None) -> Shaped[Array, "..."]:
-    """The sum of what the devices hold, whole on each.
+    """The sum in float32 of what the devices hold, whole on each."""
+    return summands(x, axis).astype(jnp.float32).sum(axis=0) if parts(axis) > 1 else x
 
-    A small one gathers all parts and adds them up: one way through the wires, where an all-reduce has two. Each device
-    adds in the same order.
+
+def summands(x: Shaped[Array, "..."], axis: str | None) -> Shaped[Array, "parts ..."]:
+    """What each device still has to add up for the sum of what they hold, all in the same order.
+
+    Of a small sum all parts: one way through the wires, where an all-reduce has two. Of a large one itself alone.
     """
-    if parts(axis) == 1:
-        return x
-    if x.size * parts(axis) <= GATHERED:
-        return exchange(x, axis).sum(axis=0)
-    return lax.psum(x, _names(axis))
+    if parts(axis) == 1 or x.size * parts(axis) <= GATHERED:
+        return exchange(x, axis)
+    return lax.psum(x.astype(jnp.float32), _names(axis))[None]
 
 
 def reduce_scatter(x: Shaped[Array, "... C"], axis: str | None) -> Shaped[Array, "... c"]:

@@ -6,6 +6,7 @@ meet, so every row may be a program of its own. With more rows they do, and then
 sequence's first rows touches the ring: it reads them first, and writes when it is done.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +142,11 @@ class RowPlan:
                 store((start + t) % self.ring_rows, load_new(t, True), True)
 
             jax.lax.fori_loop(oldest, count, step, None)
+
+
+def add_up(summands: Sequence[jax.Array] | jax.Array) -> jax.Array:
+    """Their sum in float32, in order."""
+    return functools.reduce(jnp.add, [x.astype(jnp.float32) for x in summands])
 
 
 def load_taps(ref, taps: int, channel: jax.Array, mask: jax.Array | None, first: jax.Array | int | None) -> Tiles:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels as kernels
 
 from ..cache import Ring, Rows
-from ..collectives import all_gather, all_reduce, few, own, reduce_scatter
+from ..collectives import all_gather, all_reduce, few, own, reduce_scatter, summands
 from ..ops import linear, rms_norm, short_conv
 
 Axes = tuple[str | None, ...]
@@ -86,7 +86,11 @@ class ShortConv(nnx.Module):
         gathered.
         """
         if few(branch.shape[0] * branch.shape[1], axis) and (ring is None or ring.axis is None):
-            x = all_reduce(branch, axis).astype(residual.dtype)
+            if ring is None or rows.implementation == "xla":
+                x = all_reduce(branch, axis).astype(residual.dtype)
+            else:  # the kernels add up
+                x = summands(branch, axis)
+                x = x if x.shape[0] > 1 else x[0].astype(residual.dtype)
             if norm is None or ring is None or rows.implementation == "xla":
                 stream, ring = self._add(x, rows, ring, residual, self.weight[...])
                 return stream, stream if norm is None else norm(stream), ring

@@ -1,7 +1,6 @@
 """The two kinds of MLP: dense SwiGLU, and a mixture of routed experts with shared ones beside them.
 
-On a mesh that splits "mlp" both give a device's part of a sum, float32, which the residual branch rounds once it is
-whole.
+On a mesh that splits "mlp" both give a device's part of a sum, which the residual branch adds up in float32.
 """
 
 from functools import partial
@@ -118,7 +117,7 @@ class MoE(nnx.Module):
         routed, shared = (self.experts.w13[...], self.experts.w2[...]), (self.shared.w13[...], self.shared.w2[...])
         mixture = partial(moe, valid=rows.real(x.shape[1]).reshape(-1), implementation=rows.implementation)
         if parts("expert") == 1:
-            y = mixture(flat, ids, weights, *routed, *shared).astype(jnp.float32)
+            y = mixture(flat, ids, weights, *routed, *shared)
         else:  # every device has narrow parts of the shared experts besides experts of its own
             own = ids - index("expert") * self.experts.w13[...].shape[0]  # those of other devices add nothing
             y = mixture(flat, own, weights[:, : ids.shape[1]], *routed).astype(jnp.float32)

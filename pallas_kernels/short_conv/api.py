@@ -1,5 +1,7 @@
 """The public functions."""
 
+from typing import Any
+
 import jax
 from jaxtyping import Array, Float, Int32
 
@@ -10,7 +12,7 @@ from pallas_kernels.short_conv.triton import short_conv_triton
 
 
 def short_conv(
-    x: Float[Array, "B T C"],
+    x: Float[Array, "B T C"] | Float[Array, "P B T C"],
     weight: Float[Array, "C W"],
     ring: Float[Array, "B R C"],
     start: Int32[Array, " B"],
@@ -24,6 +26,7 @@ def short_conv(
     Row t of sequence b stands at position start[b] + t >= 0 and is real when t < count[b]; other rows give zeros and
     leave no trace. Position p lives in ring row p % R, R >= W - 1; before position 0 everything is 0. float32 within,
     one rounding. `residual` is added to the rounded result. The ring is updated in place where the caller donates it.
+    P arrays instead of x are summands of it, added in order in float32 and rounded to the dtype of the ring.
     Raises ValueError for a wrong shape or dtype, NotImplementedError when the asked implementation cannot run here.
     """
     out, ring = run("short_conv", x, weight, ring, start, count, residual, None, 0.0, implementation)
@@ -31,7 +34,7 @@ def short_conv(
 
 
 def short_conv_add_norm(
-    x: Float[Array, "B T C"],
+    x: Float[Array, "B T C"] | Float[Array, "P B T C"],
     weight: Float[Array, "C W"],
     ring: Float[Array, "B R C"],
     start: Int32[Array, " B"],
@@ -60,15 +63,16 @@ def run(
     eps: float,
     implementation: str | None,
 ) -> tuple[jax.Array, ...]:
-    check_shape(op, "x", x, (None, None, None))
+    check_shape(op, "x", x, (None,) * (4 if x.ndim == 4 else 3))
     check_float(op, "x", x)
-    check_conv(op, ("weight", "ring"), x, x.shape[2], weight, ring)
-    check_rows(op, start, count, x.shape[0])
+    row: Any = jax.ShapeDtypeStruct(x.shape[-3:], ring.dtype if x.ndim == 4 else x.dtype)
+    check_conv(op, ("weight", "ring"), row, row.shape[2], weight, ring)
+    check_rows(op, start, count, row.shape[0])
     if residual is not None:
-        check_shape(op, "residual", residual, x.shape)
-        check_float(op, "residual", residual, like=x)
+        check_shape(op, "residual", residual, row.shape)
+        check_float(op, "residual", residual, like=row)
     if norm_weight is not None:
-        check_shape(op, "norm_weight", norm_weight, x.shape[2:])
+        check_shape(op, "norm_weight", norm_weight, row.shape[2:])
         check_float(op, "norm_weight", norm_weight)
     chosen = resolve(op, implementation)
     operands = (x, weight, ring, start, count, residual, norm_weight, eps)

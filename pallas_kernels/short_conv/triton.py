@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels._conv import RowPlan, convolve, load_taps
+from pallas_kernels._conv import RowPlan, add_up, convolve, load_taps
 from pallas_kernels._dispatch import Implementation, fence, pallas_call
 from pallas_kernels._rows import Columns, both, load_stored, norm_tiles, rounded
 
@@ -17,9 +17,12 @@ TILE_THREADS = 256  # of one program where no norm ties the channels together, t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fused:
-    """How many taps, what follows the convolution in the same launch, and whether a real card runs it."""
+    """How many taps, in how many summands x comes (0: whole), what follows the convolution in the same launch, and
+    whether a real card runs it.
+    """
 
     taps: int
+    summands: int
     residual: bool
     norm: bool
     on_a_card: bool
@@ -27,7 +30,7 @@ class Fused:
 
 
 def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
-    """refs: x, weight [C * W], start, count, [residual], [norm weight], ring, out, [normed], ring again, in place.
+    """refs: x or its summands, weight [C * W], start, count, [residual], [norm weight], ring, out, [normed], and ring.
 
     What a program keeps it keeps as it is stored. A row alone has all its loads under way before it uses the first: it
     waits for memory twice, for `start`, and for the rows of the ring whose place that says.
@@ -40,16 +43,20 @@ def short_conv_kernel(*refs, plan: RowPlan, columns: Columns, fused: Fused):
     indices = range(columns.count) if fused.norm else [pl.program_id(2)]
     tiles = [columns.range_of(index) for index in indices]
 
-    def load(ref, row, whether: jax.Array | bool = True):
+    def load(ref, row, whether: jax.Array | bool = True, part: tuple[int, ...] = ()):
         masks = [both(mask, whether, cols.shape) for cols, mask in tiles]
-        return [load_stored(ref.at[b, row, cols], m) for (cols, _), m in zip(tiles, masks, strict=True)]
+        return [load_stored(ref.at[(*part, b, row, cols)], m) for (cols, _), m in zip(tiles, masks, strict=True)]
 
     def store(ref, row, values, whether: jax.Array | bool = True):
         for (cols, mask), value in zip(tiles, values, strict=True):
             plt.store(ref.at[b, row, cols], value.astype(ref.dtype), mask=both(mask, whether, cols.shape))
 
     def load_new(t, whether: jax.Array | bool = True):
-        return load(x_ref, t, whether if alone else whether & (t < count))
+        whether = whether if alone else whether & (t < count)
+        if not fused.summands:
+            return load(x_ref, t, whether)
+        parts = [load(x_ref, t, whether, (p,)) for p in range(fused.summands)]
+        return [add_up(tile).astype(ring_ref.dtype) for tile in zip(*parts, strict=True)]
 
     def load_row(t):
         return load_new(t), None if residual_ref is None else load(residual_ref, t, True if alone else t < count)
@@ -98,15 +105,16 @@ def short_conv_triton(
     implementation: Implementation,
 ) -> tuple[jax.Array, ...]:
     """The kernel's call; shapes and results as in the reference."""
-    batch, rows, width = x.shape
+    batch, rows, width = x.shape[-3:]
     norm, taps = norm_weight is not None, weight.shape[1]
     plan = RowPlan.of(batch, rows, ring.shape[1], taps)
     threads = TILE_THREADS if not norm else 1024 if plan.block == 1 else 512
     columns = Columns.of(width) if norm else Columns.of(width, most=2 * TILE_THREADS)
     operands = [a for a in (x, weight.reshape(-1), start, count, residual, norm_weight, ring) if a is not None]
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    out = jax.ShapeDtypeStruct(x.shape[-3:], ring.dtype)
     outs = [out] * (1 + norm)
-    fused = Fused(taps, residual is not None, norm, implementation == "triton", eps)
+    summands = x.shape[0] if x.ndim == 4 else 0
+    fused = Fused(taps, summands, residual is not None, norm, implementation == "triton", eps)
     call = pallas_call(
         functools.partial(short_conv_kernel, plan=plan, columns=columns, fused=fused),
         op="short_conv",

@@ -87,6 +87,31 @@ def test_add_and_norm_are_the_unfused_sequence(implementation, name, channels, d
     assert_same_arithmetic(with_add, out)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("one row", jnp.bfloat16), ("verify", jnp.bfloat16), ("verify", jnp.float32)]
+)
+def test_summands_are_added_in_order_and_rounded(implementation, name, dtype):
+    x, weight, ring, start, count, _ = case(*CASES[name], 40, dtype)
+    residual, norm_weight = random(5, x.shape, dtype), random(6, (40,), dtype)
+    large = random(7, x.shape, jnp.float32, scale=1e4)  # takes digits from what it is added to
+    parts = jnp.stack([x.astype(jnp.float32), large, random(8, x.shape, jnp.float32) - large])
+    whole = ((parts[0] + parts[1]) + parts[2]).astype(dtype)
+    rest = weight, ring, start, count
+    assert np.any(bits(whole) != bits((parts[0] + (parts[1] + parts[2])).astype(dtype)))
+    for found, expected in zip(
+        short_conv(parts, *rest, residual=residual, implementation=implementation),
+        short_conv(whole, *rest, residual=residual, implementation=implementation),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(bits(found), bits(expected))
+    for found, expected in zip(
+        short_conv_add_norm(parts, *rest, residual, norm_weight, eps=EPS, implementation=implementation),
+        short_conv_add_norm(whole, *rest, residual, norm_weight, eps=EPS, implementation=implementation),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(bits(found), bits(expected))
+
+
 def test_row_by_row_is_the_same_as_at_once(implementation):
     x, weight, ring, start, _, _ = case([0, 5], [6, 6], 6, 9, 40, jnp.bfloat16)
     one = jnp.ones_like(start)
@@ -140,6 +165,8 @@ def test_bad_arguments_are_named():
         short_conv(x, weight[1:], ring, start, count)
     with pytest.raises(ValueError, match="ring is bfloat16; expected float32"):
         short_conv(x, weight, ring.astype(jnp.bfloat16), start, count)
+    with pytest.raises(ValueError, match=r"x has shape \[1, 1, 1, 2, 16\]; expected \[any, any, any\]"):
+        short_conv(x[None, None], weight, ring, start, count)
     with pytest.raises(ValueError, match="count is float32; expected int32"):
         short_conv(x, weight, ring, start, count.astype(jnp.float32))
     with pytest.raises(ValueError, match=r"residual has shape \[1, 1, 16\]; expected \[1, 2, 16\]"):
