@@ -86,14 +86,12 @@ class ShortConv(nnx.Module):
         gathered.
         """
         if few(branch.shape[0] * branch.shape[1], axis) and (ring is None or ring.axis is None):
-            if ring is None or rows.implementation == "xla":
-                x = all_reduce(branch, axis).astype(residual.dtype)
-            else:  # the kernels add up
-                x = summands(branch, axis)
-                x = x if x.shape[0] > 1 else x[0].astype(residual.dtype)
             if norm is None or ring is None or rows.implementation == "xla":
+                x = all_reduce(branch, axis).astype(residual.dtype)
                 stream, ring = self._add(x, rows, ring, residual, self.weight[...])
                 return stream, stream if norm is None else norm(stream), ring
+            x = summands(branch, axis)  # the kernel adds them up
+            x = x if x.shape[0] > 1 else x[0].astype(residual.dtype)
             stream, normed, new = kernels.short_conv_add_norm(
                 *(x, self.weight[...], ring.rows, rows.start, rows.count, residual, norm.weight[...]),
                 eps=norm.eps,

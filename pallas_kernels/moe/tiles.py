@@ -71,5 +71,7 @@ def shared_tiles(tiles: Tiles, rows: int, packed: bool) -> Tiles:
     """
     if tiles.rows > DECODE_ROWS:
         return replace(tiles, depth=64)
-    rows = min(max(16, next_power_of_2(rows)), 64)
-    return replace(tiles, rows=rows, depth=64 if packed or rows > 16 else tiles.depth, weights_first=True)
+    depth = 64
+    if rows <= (1 if packed else 16):  # more would take the shared memory of programs beside it
+        depth = 128 if packed else tiles.depth
+    return replace(tiles, rows=min(max(16, next_power_of_2(rows)), 64), depth=depth, weights_first=True)
