@@ -48,9 +48,11 @@ def loading(
     quantization: Quantization | None = None,
     mesh: MeshLike = None,
     file_bytes: int = FILE_BYTES,
+    progress: bool = False,
 ) -> dict[str, Any]:
     """Writes a checkpoint of random weights to a new directory, loads it twice, and says what that took.
 
+    `progress`: bars while it is written and loaded.
     "loads" has for each the seconds, the bytes of the files a second, and the most bytes of host memory in use beyond
     what was before. Before the first the system is asked to let go of the files (which Linux does).
 
@@ -62,7 +64,8 @@ def loading(
     directory = free_target(Path(directory))
     written = jax.block_until_ready(random_parameters(config, "bfloat16", 0, quantization, devices))
     begin = time.perf_counter()
-    save_checkpoint(directory, config, written, layout="original", max_shard_bytes=file_bytes)
+    options: dict[str, Any] = dict(layout="original", max_shard_bytes=file_bytes, progress=progress)
+    save_checkpoint(directory, config, written, **options)
     files = sorted(directory.glob("*.safetensors"))
     _onto_disk(files)
     report = {
@@ -82,7 +85,7 @@ def loading(
             _forget(files)
         with _host_memory() as held:
             begin = time.perf_counter()
-            params = jax.block_until_ready(load(directory, progress=False, mesh=devices).params)
+            params = jax.block_until_ready(load(directory, progress=progress, mesh=devices).params)
             seconds = time.perf_counter() - begin
         _compare(params, written)
         row = {"cold": cold, "seconds": seconds, "bytes_per_second": report["bytes"] / seconds, "host_bytes": held[0]}
@@ -144,7 +147,7 @@ def main() -> None:
     try:
         config = cut(InklingConfig.from_name(arguments.config), arguments.layers)
         packed = None if format is None else Quantization(format, tuple(range(1, config.num_layers)))
-        report = loading(arguments.directory, config, packed, arguments.mesh)
+        report = loading(arguments.directory, config, packed, arguments.mesh, progress=True)
     except (ValueError, OSError, MemoryError) as error:
         parser.exit(2, f"error: {error}\n")
     print(json.dumps(report, indent=1))
