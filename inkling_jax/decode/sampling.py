@@ -53,6 +53,8 @@ class Logits:
     def of(cls, values: Float[Array, "*rows V"], vocabulary: int | None = None) -> "Logits":
         """`vocabulary` is V where these are all logits."""
         top, token = values.max(axis=-1), jnp.argmax(values, axis=-1).astype(jnp.int32)
+        # Whoever reads them would take in the end of these reductions, and run it in a single thread.
+        top, token = lax.optimization_barrier((top, token))
         if parts("vocab") > 1:
             token += index("vocab") * values.shape[-1]
             found = exchange(jnp.stack([lax.bitcast_convert_type(top, jnp.int32), token]), "vocab")
