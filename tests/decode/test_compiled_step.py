@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from inkling_jax.config import InklingConfig
@@ -70,3 +71,13 @@ def test_a_round_is_one_graph(program):
     outermost = min(len(line) - len(line.lstrip()) for line in body)
     held = [line for line in body if len(line) - len(line.lstrip()) == outermost]
     assert len(held) == 1 and "kCommandBuffer" in held[0]
+
+
+def test_the_search_for_the_largest_logit_ends_before_others_read_it(program):
+    """Whether logits are finite is asked of the largest of each row, not of what that is still to be taken from."""
+    computations = re.findall(r"^%\S+ \(.*?^}", program.hlo, re.M | re.S)
+    asking = [text for text in computations if "is-finite(" in text]
+    assert asking
+    for text in asking:
+        sizes = [np.prod([int(n) for n in dims.split(",") if n]) for dims in re.findall(r"f32\[([\d,]*)\]", text)]
+        assert max(sizes) <= BATCH * (DRAFTS + 1)
