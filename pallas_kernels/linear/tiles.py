@@ -57,6 +57,6 @@ def hopper_tiles(rows: int, outputs: int, parts: int) -> Tiles:
         return Tiles(rows, 64, 128 if many else 256, 4, 4)
     if rows == 64:
         return Tiles(rows, 128, 128, 4, 4) if many else Tiles(rows, 64, 128, 4, 6)
-    if outputs >= MULTIPROCESSORS * 256:  # of the LM head: as many rows of the weights as of x would fill L2's wires
+    if outputs >= MULTIPROCESSORS * 256:  # the LM head's; with 128 of its rows a program reads as much of x as of it
         return Tiles(rows, 256, 64, 8, 4)
     return Tiles(rows, 128, 64, 4, 6) if many else Tiles(rows, 64, 128, 4, 4)

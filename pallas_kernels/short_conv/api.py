@@ -65,6 +65,8 @@ def run(
 ) -> tuple[jax.Array, ...]:
     check_shape(op, "x", x, (None,) * (4 if x.ndim == 4 else 3))
     check_float(op, "x", x)
+    if x.ndim == 4 and x.shape[0] == 0:
+        raise ValueError(f"{op}: x has shape {list(x.shape)}, no summands; expected one or more")
     row: Any = jax.ShapeDtypeStruct(x.shape[-3:], ring.dtype if x.ndim == 4 else x.dtype)
     check_conv(op, ("weight", "ring"), row, row.shape[2], weight, ring)
     check_rows(op, start, count, row.shape[0])

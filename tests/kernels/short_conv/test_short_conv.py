@@ -167,6 +167,8 @@ def test_bad_arguments_are_named():
         short_conv(x, weight, ring.astype(jnp.bfloat16), start, count)
     with pytest.raises(ValueError, match=r"x has shape \[1, 1, 1, 2, 16\]; expected \[any, any, any\]"):
         short_conv(x[None, None], weight, ring, start, count)
+    with pytest.raises(ValueError, match=r"x has shape \[0, 1, 2, 16\], no summands; expected one or more"):
+        short_conv(x[None][:0], weight, ring, start, count)
     with pytest.raises(ValueError, match="count is float32; expected int32"):
         short_conv(x, weight, ring, start, count.astype(jnp.float32))
     with pytest.raises(ValueError, match=r"residual has shape \[1, 1, 16\]; expected \[1, 2, 16\]"):
