@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,9 @@ def load_parameters(
     Every layout is read, with the MTP tensors indexed or in `mtp.safetensors`. Towers are left out, which one line of
     log says. Weights in 4 bits stay packed where `abstract` has their words and scales, and are unpacked expert by
     expert where it has the plain weight; scales of activations are ignored, which another line says. Of a parameter
-    with a sharding, a process reads the slices of its own devices and no more. Host memory beyond the arrays themselves
-    stays below what it reads of the largest parameter plus a few pieces of 32 MiB, or an unpacked expert.
+    with a sharding, a process reads the slices of its own devices and no more. While one parameter goes to the devices
+    the next is read: host memory beyond the arrays themselves stays below what is read of two of them plus a few pieces
+    of 32 MiB, or an unpacked expert.
 
     Raises `CheckpointError` listing everything that is missing, unexpected, misshapen, quantised or cut short, and
     ValueError where a sharding does not cut a parameter evenly, or cuts a block of 4-bit weights.
@@ -85,7 +86,10 @@ def load_parameters(
     if source.unused:
         log.warning("%s: ignoring %d scales of activations: only weights are in 4 bits", directory, len(source.unused))
     with progress_bar("loading", sum(map(_bytes_here, abstract.values())), progress) as bar:
-        return {path: _load(source, path, spec, bar) for path, spec in abstract.items()}
+        transfers = _Transfers(bar)
+        params = {path: _load(source, path, spec, transfers) for path, spec in abstract.items()}
+        transfers.finish()
+    return params
 
 
 def open_checkpoint(directory: Path, config: InklingConfig, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Plan:
@@ -140,25 +144,40 @@ def _check_shardings(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
                 raise ValueError(f"{path}: {words * VALUES_A_WORD} inputs a device are not whole blocks of {block}")
 
 
-def _load(plan: Plan, path: str, spec: jax.ShapeDtypeStruct, bar: tqdm) -> jax.Array:
-    """A parameter, or one of the arrays of a weight in 4 bits, where it belongs.
+class _Transfers:
+    """What goes from host memory to the devices, one array at a time, while the next is read."""
+
+    def __init__(self, bar: tqdm):
+        self._bar, self._under_way, self._nbytes = bar, [], 0
+
+    def start(self, host: np.ndarray, places: Iterable[tuple[tuple[slice, ...], Any]]) -> list[jax.Array]:
+        """Parts of an array to devices, None for JAX's own choice, once what was under way has arrived."""
+        self.finish()
+        self._under_way, self._nbytes = [jax.device_put(host[part], device) for part, device in places], host.nbytes
+        return self._under_way
+
+    def finish(self) -> None:
+        jax.block_until_ready(self._under_way)
+        self._bar.update(self._nbytes)
+        self._under_way, self._nbytes = [], 0
+
+
+def _load(plan: Plan, path: str, spec: jax.ShapeDtypeStruct, transfers: _Transfers) -> jax.Array:
+    """A parameter, or one of the arrays of a weight in 4 bits, where it belongs or on its way there.
 
     With a sharding, this process reads what its own devices hold, and once what several of them hold.
     """
     if spec.sharding is None:
-        array = jax.device_put(_read(plan, path, whole(spec.shape), spec.dtype))
-        bar.update(array.nbytes)
-        return jax.block_until_ready(array)
+        [array] = transfers.start(_read(plan, path, whole(spec.shape), spec.dtype), [((), None)])
+        return array
     devices: dict[Window, list[Any]] = {}
     for device, index in spec.sharding.addressable_devices_indices_map(spec.shape).items():
         devices.setdefault(window_of(index or (), spec.shape), []).append(device)
     shards: list[jax.Array] = []
     for box, windows in merged(devices):
         host = _read(plan, path, box, spec.dtype)
-        for window in windows:
-            shards += [jax.device_put(host[within(window, box)], device) for device in devices[window]]
-        jax.block_until_ready(shards)
-        bar.update(host.nbytes)
+        places = [(within(window, box), device) for window in windows for device in devices[window]]
+        shards += transfers.start(host, places)
     return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, shards, dtype=spec.dtype)
 
 

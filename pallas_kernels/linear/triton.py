@@ -125,9 +125,9 @@ def launch(
     return call(x, *operands)
 
 
-def make_plan(x: jax.Array, sizes: Sequence[int], parts: int, scaled: bool = False) -> Plan:
+def make_plan(x: jax.Array, sizes: Sequence[int], parts: int, scaled: bool, tiles: Tiles | None) -> Plan:
     rows, inputs = x.shape
-    tiles = choose_tiles(rows, parts * sum(sizes), parts, x.dtype.itemsize, dispatch.target())
+    tiles = tiles or choose_tiles(rows, parts * sum(sizes), parts, x.dtype.itemsize, dispatch.target())
     return Plan(tiles, rows, inputs, tuple(sizes), parts, scaled)
 
 
@@ -138,18 +138,21 @@ def linear_triton(
     outputs: int,
     out_dtype: DTypeLike,
     implementation: dispatch.Implementation,
+    tiles: Tiles | None = None,
 ) -> jax.Array:
-    """The kernel's call; shapes as in the reference."""
+    """The kernel's call; shapes as in the reference. `tiles` None chooses for the card."""
     sizes, left = [], outputs
     for w in weights:
         sizes.append(min(w.shape[0], left))
         left -= sizes[-1]
     operands = [w[None] for w, size in zip(weights, sizes, strict=True) if size > 0]
     operands += [] if scale is None else [scale.reshape(1)]
-    plan = make_plan(x, [s for s in sizes if s > 0], 1, scale is not None)
+    plan = make_plan(x, [s for s in sizes if s > 0], 1, scale is not None, tiles)
     return launch(plan, x, operands, out_dtype, implementation)
 
 
-def swiglu_triton(x: jax.Array, w13: jax.Array, implementation: dispatch.Implementation) -> jax.Array:
-    """The kernel's call; shapes as in the reference."""
-    return launch(make_plan(x, [w13.shape[1]], 2), x, [w13], x.dtype, implementation)
+def swiglu_triton(
+    x: jax.Array, w13: jax.Array, implementation: dispatch.Implementation, tiles: Tiles | None = None
+) -> jax.Array:
+    """The kernel's call; shapes as in the reference. `tiles` None chooses for the card."""
+    return launch(make_plan(x, [w13.shape[1]], 2, False, tiles), x, [w13], x.dtype, implementation)

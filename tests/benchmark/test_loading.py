@@ -35,6 +35,7 @@ def test_a_checkpoint_is_written_and_loaded_twice(tmp_path, monkeypatch):
     assert [row["cold"] for row in report["loads"]] == [True, False]
     assert report["loads"][0]["bytes_per_second"] * report["loads"][0]["seconds"] == pytest.approx(report["bytes"])
     assert report["bytes_on_a_device"] < 0.8 * report["bytes"] < report["bytes"]
+    assert 0 < report["disk_bytes_per_second"] < 1e12
 
 
 def test_a_directory_that_is_taken_is_told_before_anything_is_drawn(tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ from inkling_jax.nn import abstract_parameters
 from pallas_kernels import fp4
 
 action, path = sys.argv[1:3]
-files._PIECE_BYTES = int(sys.argv[3])
+files.PIECE_BYTES = int(sys.argv[3])
 config = InklingConfig.from_path(path)
 abstract = abstract_parameters(config, quantization=find_quantization(path, config) if action == "keep" else None)
 jax.block_until_ready(jax.device_put(jax.numpy.ones(3)))

@@ -53,7 +53,7 @@ def test_depths_in_the_other_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["original", "text-only"])
 @pytest.mark.parametrize("piece", [1, 100, 10**9])
 def test_pieces_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, piece: int) -> None:
-    monkeypatch.setattr(files_module, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(files_module, "PIECE_BYTES", piece)
     assert tiny.same(load(tiny.write(tmp_path / "model", tensors(layout))), PARAMS)
 
 
