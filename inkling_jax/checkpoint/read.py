@@ -2,7 +2,9 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,10 +88,7 @@ def load_parameters(
     if source.unused:
         log.warning("%s: ignoring %d scales of activations: only weights are in 4 bits", directory, len(source.unused))
     with progress_bar("loading", sum(map(_bytes_here, abstract.values())), progress) as bar:
-        transfers = _Transfers(bar)
-        params = {path: _load(source, path, spec, transfers) for path, spec in abstract.items()}
-        transfers.finish()
-    return params
+        return _load(source, abstract, bar)
 
 
 def open_checkpoint(directory: Path, config: InklingConfig, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Plan:
@@ -144,41 +143,58 @@ def _check_shardings(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
                 raise ValueError(f"{path}: {words * VALUES_A_WORD} inputs a device are not whole blocks of {block}")
 
 
-class _Transfers:
-    """What goes from host memory to the devices, one array at a time, while the next is read."""
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What is read at a time: a window of a parameter, or of one of the arrays of a weight in 4 bits.
 
-    def __init__(self, bar: tqdm):
-        self._bar, self._under_way, self._nbytes = bar, [], 0
-
-    def start(self, host: np.ndarray, places: Iterable[tuple[tuple[slice, ...], Any]]) -> list[jax.Array]:
-        """Parts of an array to devices, None for JAX's own choice, once what was under way has arrived."""
-        self.finish()
-        self._under_way, self._nbytes = [jax.device_put(host[part], device) for part, device in places], host.nbytes
-        return self._under_way
-
-    def finish(self) -> None:
-        jax.block_until_ready(self._under_way)
-        self._bar.update(self._nbytes)
-        self._under_way, self._nbytes = [], 0
-
-
-def _load(plan: Plan, path: str, spec: jax.ShapeDtypeStruct, transfers: _Transfers) -> jax.Array:
-    """A parameter, or one of the arrays of a weight in 4 bits, where it belongs or on its way there.
-
-    With a sharding, this process reads what its own devices hold, and once what several of them hold.
+    `places` are the parts of it that go to devices, None for the one that JAX chooses.
     """
+
+    path: str
+    window: Window
+    places: list[tuple[tuple[slice, ...], Any]]
+
+
+def _load(plan: Plan, abstract: Mapping[str, jax.ShapeDtypeStruct], bar: tqdm) -> dict[str, jax.Array]:
+    """Every parameter where it belongs: one piece goes to the devices while the next is read."""
+    pieces = [piece for path, spec in abstract.items() for piece in _pieces(path, spec)]
+    hosts = _one_ahead(lambda piece: _read(plan, piece.path, piece.window, abstract[piece.path].dtype), pieces)
+    shards: dict[str, list[jax.Array]] = {path: [] for path in abstract}
+    for piece, host in zip(pieces, hosts, strict=True):
+        shards[piece.path] += jax.block_until_ready([jax.device_put(host[part], to) for part, to in piece.places])
+        bar.update(host.nbytes)
+    return {path: _assemble(spec, shards[path]) for path, spec in abstract.items()}
+
+
+def _pieces(path: str, spec: jax.ShapeDtypeStruct) -> list[_Piece]:
+    """All of a parameter; with a sharding what this process's devices hold, once where several hold the same."""
     if spec.sharding is None:
-        [array] = transfers.start(_read(plan, path, whole(spec.shape), spec.dtype), [((), None)])
-        return array
+        return [_Piece(path, whole(spec.shape), [((), None)])]
     devices: dict[Window, list[Any]] = {}
     for device, index in spec.sharding.addressable_devices_indices_map(spec.shape).items():
         devices.setdefault(window_of(index or (), spec.shape), []).append(device)
-    shards: list[jax.Array] = []
-    for box, windows in merged(devices):
-        host = _read(plan, path, box, spec.dtype)
-        places = [(within(window, box), device) for window in windows for device in devices[window]]
-        shards += transfers.start(host, places)
+    return [
+        _Piece(path, box, [(within(window, box), device) for window in windows for device in devices[window]])
+        for box, windows in merged(devices)
+    ]
+
+
+def _assemble(spec: jax.ShapeDtypeStruct, shards: list[jax.Array]) -> jax.Array:
+    if spec.sharding is None:
+        return shards[0]
     return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, shards, dtype=spec.dtype)
+
+
+def _one_ahead[T, R](make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """What is made of each in turn: in a thread, the next while the caller works with one."""
+    with ThreadPoolExecutor(1, "read") as reader:
+        under_way = None
+        for item in items:
+            before, under_way = under_way, reader.submit(make, item)
+            if before is not None:
+                yield before.result()
+        if under_way is not None:
+            yield under_way.result()
 
 
 def _bytes_here(spec: jax.ShapeDtypeStruct) -> int:
