@@ -1,9 +1,9 @@
 """Look for faster tiles on this card: `python -m pallas_kernels.tune linear --shape "LM head" [--json FILE]`.
 
-Each op's `tiles.py` says what a program holds at a time, by the shape of the call and by card, as this found it on the
-cards named there. The search begins with that choice and tries half and twice of one field at a time, one pipeline
-stage more and less, and goes on from whatever takes 1 % less, until nothing does. Up to 128 rows, tiles that turn a bit
-of the result are refused: a row is decoded alone and among others, by tiles that must add in one order.
+Each op's `tiles.py` says what a program holds at a time, by the shape of the call and by card. The search begins with
+that choice and tries half and twice of one field at a time, one pipeline stage more and less, and goes on from whatever
+takes 1 % less, until nothing does. Up to 128 rows, tiles that turn a bit of the result are refused: a row is decoded
+alone and among others, by tiles that must add in one order.
 
 A choice that is beaten by more than a few percent is worth an entry in `tiles.py`; run `pytest -m gpu tests/kernels`
 after it.
