@@ -152,15 +152,18 @@ def read_into(view: np.ndarray, tensor: Tensor, window: Window | None = None) ->
     header said.
     """
     first, *rest = window or whole(view.shape)
+    as_it_is = view.dtype in (np.uint8, STORED[tensor.dtype])
     step = max(1, PIECE_BYTES * len(view) // max(1, view.size * tensor.itemsize))
 
     def read(start: int) -> None:
         target = view[start : start + step]
         part = first._replace(start=first.start + start, stop=first.start + start + len(target))
-        piece = np.empty(target.size * tensor.itemsize, np.uint8)
+        straight = as_it_is and target.flags.c_contiguous
+        piece = target.reshape(-1).view(np.uint8) if straight else np.empty(target.size * tensor.itemsize, np.uint8)
         with tensor.file.open("rb", buffering=0) as file:
             _fill(piece.data, file, tensor, (part, *rest))
-        target[...] = (piece if view.dtype == np.uint8 else piece.view(STORED[tensor.dtype])).reshape(target.shape)
+        if not straight:
+            target[...] = piece.view(view.dtype if as_it_is else STORED[tensor.dtype]).reshape(target.shape)
 
     starts = range(0, len(view), step)
     try:
