@@ -56,14 +56,14 @@ def searches(op: str, inputs: Any, out_dtype: jnp.dtype) -> list[Search]:
 def moe_searches(inputs: Any) -> list[Search]:
     def up(inputs: Any, tiles: Any) -> jax.Array:
         x, ids, weights, w13, w2 = inputs
-        return moe_triton(x, ids, weights, w13, w2, None, None, None, "triton", (tiles, None))
+        return moe_triton(x, ids, weights, w13, w2, None, None, None, 0, "triton", (tiles, None))
 
     def down(inputs: Any, tiles: Any) -> jax.Array:
         x, ids, weights, w13, w2 = inputs
-        return moe_triton(x, ids, weights, w13, w2, None, None, None, "triton", (None, tiles))
+        return moe_triton(x, ids, weights, w13, w2, None, None, None, 0, "triton", (None, tiles))
 
     x, ids, _, w13, w2 = inputs
-    plans = [moe_plan(is_up, x, ids, w, w2, 0, "triton") for is_up, w in ((True, w13), (False, w2))]
+    plans = [moe_plan(is_up, x, ids, w, w2, 0, 0, "triton", None) for is_up, w in ((True, w13), (False, w2))]
     return [Search("gate and up", plans[0].tiles, 2, up), Search("down", plans[1].tiles, 1, down)]
 
 

@@ -119,8 +119,9 @@ class MoE(nnx.Module):
         if parts("expert") == 1:
             y = mixture(flat, ids, weights, *routed, *shared)
         else:  # every device has narrow parts of the shared experts besides experts of its own
-            own = ids - index("expert") * self.experts.w13[...].shape[0]  # those of other devices add nothing
-            y = mixture(flat, own, weights[:, : ids.shape[1]], *routed).astype(jnp.float32)
+            here = self.experts.w13[...].shape[0]
+            own, elsewhere = ids - index("expert") * here, (parts("expert") - 1) * here  # those add nothing
+            y = mixture(flat, own, weights[:, : ids.shape[1]], *routed, elsewhere=elsewhere).astype(jnp.float32)
             for s, (w13, w2) in enumerate(zip(*shared, strict=True)):
                 y = y + weights[:, ids.shape[1] + s, None] * swiglu(flat, w13, w2, implementation=rows.implementation)
         return y.reshape(x.shape)

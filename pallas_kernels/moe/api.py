@@ -22,6 +22,7 @@ def moe(
     shared_w2: Float[Array, "S H F"] | None = None,
     *,
     valid: Bool[Array, " M"] | None = None,
+    elsewhere: int = 0,
     implementation: str | None = None,
 ) -> Float[Array, "M H"]:
     """Weighted sum over each row's routed experts and over the shared ones (spec: MoE).
@@ -30,9 +31,12 @@ def moe(
     dtype of `x`. `weights` (float32) hold the A routed experts of a row, then the S shared ones; the sum over them runs
     in that order in float32 and is rounded once, so a row's result does not depend on its neighbours. Rows that are not
     `valid` visit no expert and give zeros, and an id outside 0 .. E - 1 adds nothing. 4-bit weights are unpacked in
-    registers; shared experts are arrays always. Raises ValueError for a wrong shape, dtype or format,
-    NotImplementedError when the asked implementation cannot run here.
+    registers; shared experts are arrays always. Rows may have chosen among `elsewhere` more experts, held by other
+    devices; that bears on speed alone. Raises ValueError for a wrong shape, dtype or format, NotImplementedError when
+    the asked implementation cannot run here.
     """
+    if elsewhere < 0:
+        raise ValueError(f"{OP}: elsewhere is {elsewhere}; expected 0 or more experts")
     if (shared_w13 is None) != (shared_w2 is None):
         raise ValueError(f"{OP}: one of shared_w13 and shared_w2 is missing; expected both or neither")
     check(x, ids, weights, w13, w2, shared_w13, shared_w2, valid)
@@ -40,8 +44,8 @@ def moe(
     if x.shape[0] == 0:
         return x
     if chosen == "xla":
-        return moe_reference(x, ids, weights, w13, w2, shared_w13, shared_w2, valid)
-    return moe_triton(x, ids, weights, w13, w2, shared_w13, shared_w2, valid, chosen)
+        return moe_reference(x, ids, weights, w13, w2, shared_w13, shared_w2, valid, elsewhere)
+    return moe_triton(x, ids, weights, w13, w2, shared_w13, shared_w2, valid, elsewhere, chosen)
 
 
 def check(x, ids, weights, w13, w2, shared_w13, shared_w2, valid) -> None:

@@ -38,6 +38,7 @@ def routed(
     ids: Int32[Array, "M A"],
     w13: Float[Array, "E 2 F H"] | FP4,
     w2: Float[Array, "E H F"] | FP4,
+    elsewhere: int = 0,
 ) -> Float[Array, "M A H"]:
     """Each row's output from each of its experts, before weighting: float32. Ids outside 0 .. E - 1 give zeros.
 
@@ -46,7 +47,7 @@ def routed(
     """
     experts, (rows, per_row) = w13.shape[0], ids.shape
     pairs = rows * per_row
-    size = block_rows(pairs, experts)
+    size = block_rows(pairs, experts + elsewhere)
     flat = jnp.where((ids >= 0) & (ids < experts), ids, experts).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     count = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)[:experts]
@@ -78,12 +79,13 @@ def moe_reference(
     shared_w13: Float[Array, "S 2 F H"] | None,
     shared_w2: Float[Array, "S H F"] | None,
     valid: Bool[Array, " M"] | None,
+    elsewhere: int = 0,
 ) -> Float[Array, "M H"]:
     """sum_a weights[a] expert[ids[a]](x) + sum_s weights[A + s] shared[s](x), in that order."""
     per_row, experts = ids.shape[1], w13.shape[0]
     if valid is not None:
         ids = jnp.where(valid[:, None], ids, experts)
-    each = routed(x, ids, w13, w2)
+    each = routed(x, ids, w13, w2, elsewhere)
     total = jnp.zeros(x.shape, jnp.float32)
     for a in range(per_row):
         hit = (ids[:, a] >= 0) & (ids[:, a] < experts)

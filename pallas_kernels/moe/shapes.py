@@ -69,7 +69,7 @@ def case(rows: int, experts: int, form: str | None, hidden: int = 6144, width: i
     def run(implementation, state, inputs):
         if implementation == RIVAL:
             return state, with_ragged_dot(*inputs)
-        return state, moe(*inputs, implementation=implementation)
+        return state, moe(*inputs, elsewhere=absent, implementation=implementation)
 
     ids = draw_ids(rows, experts + absent)
     ids = ids[ids < experts]

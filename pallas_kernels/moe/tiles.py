@@ -33,8 +33,9 @@ class Tiles:
 
 
 def choose_tiles(up: bool, rows: int, pairs: int, experts: int, packed: bool, itemsize: int, where: Target) -> Tiles:
-    """Tiles for `pairs` of one of the rows and an expert; measured on an H200, cut down to other cards' shared memory.
+    """Tiles for `pairs` of one of the rows and one of all the experts, those of other devices too.
 
+    Measured on an H200, and cut down to other cards' shared memory.
     Decoding reads weights: few rows, small programs, so that they spread evenly over the card. From about 16 rows an
     expert on, the product counts: large tiles. float32 has no matrix unit, and small ones.
     """

@@ -304,12 +304,12 @@ def launch(plan: Plan, x, blocks: tuple, w, shared_w, weights, implementation: d
 
 
 def make_plan(
-    up: bool, x, ids, w, w2, shared: int, implementation: dispatch.Implementation, tiles: Tiles | None = None
+    up: bool, x, ids, w, w2, shared: int, elsewhere: int, implementation: dispatch.Implementation, tiles: Tiles | None
 ) -> Plan:
     where, packed = dispatch.target(), isinstance(w, FP4)
     capability = where.capability if implementation == "triton" and x.dtype == jnp.bfloat16 else 0
     itemsize = 4 if packed and x.dtype == jnp.float16 else x.dtype.itemsize
-    tiles = tiles or choose_tiles(up, x.shape[0], ids.size, w.shape[0], packed, itemsize, where)
+    tiles = tiles or choose_tiles(up, x.shape[0], ids.size, w.shape[0] + elsewhere, packed, itemsize, where)
     return Plan(
         tiles=tiles,
         shared_tiles=shared_tiles(tiles, x.shape[0], packed),
@@ -334,13 +334,14 @@ def moe_triton(
     shared_w13: jax.Array | None,
     shared_w2: jax.Array | None,
     valid: jax.Array | None,
+    elsewhere: int,
     implementation: dispatch.Implementation,
     tiles: tuple[Tiles | None, Tiles | None] = (None, None),
 ) -> jax.Array:
     """The kernels' calls; shapes as in the reference. `tiles` of the two launches; None chooses for the card."""
     experts, shared = w13.shape[0], 0 if shared_w13 is None else shared_w13.shape[0]
-    up = make_plan(True, x, ids, w13, w2, shared, implementation, tiles[0])
-    down = make_plan(False, x, ids, w2, w2, shared, implementation, tiles[1])
+    up = make_plan(True, x, ids, w13, w2, shared, elsewhere, implementation, tiles[0])
+    down = make_plan(False, x, ids, w2, w2, shared, elsewhere, implementation, tiles[1])
     hit = is_hit(ids, experts, valid)
 
     def blocks(plan: Plan) -> tuple[jax.Array, ...]:

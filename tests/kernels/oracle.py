@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-STATIC = ("eps", "implementation", "heads", "kv_heads", "kv_rows", "experts_per_token", "route_scale")
+STATIC = ("elsewhere", "eps", "implementation", "heads", "kv_heads", "kv_rows", "experts_per_token", "route_scale")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # The unit roundoff of each type and a little for the float32 arithmetic before it; float32 itself gets 8 of them.
 ROUNDING = {"bfloat16": 2.0**-8 * 1.01, "float16": 2.0**-11 * 1.01, "float32": 2.0**-21}

@@ -1,5 +1,7 @@
 """At true widths, experts in 4 bits compute what they unpack to, and on two real devices tokens and logits are those of
 one. `pytest -m gpu tests/sharding/test_two_gpus.py`; with one GPU the comparison of two is skipped.
+
+XLA tries many ways to multiply on the plain path, for minutes: `XLA_FLAGS=--xla_gpu_autotune_level=0` takes the first.
 """
 
 from dataclasses import replace

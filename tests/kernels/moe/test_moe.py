@@ -192,6 +192,14 @@ def test_one_padding_row_gives_zeros(implementation):
     assert not run(a, implementation, np.zeros(1, bool)).any()
 
 
+def test_experts_elsewhere_change_no_value(implementation):
+    """Experts 2 .. 5 of 6 are here; the pairs of the others are other devices'."""
+    a = make(20, 6, 3, shared=0)
+    here = a | dict(ids=a["ids"] - 2, w13=a["w13"][2:], w2=a["w2"][2:])
+    out = pallas_kernels.moe(**here, elsewhere=2, implementation=implementation)
+    assert_close(np.asarray(out), moe64(**here))
+
+
 @pytest.mark.parametrize("rows", [1, 20])
 def test_ids_out_of_range_add_nothing(implementation, rows):
     a = rows_of(make(20, 5, 3, shared=0), slice(0, rows))
@@ -392,6 +400,7 @@ def test_bad_arguments_are_named():
         (dict(shared_w2=None), "shared_w13 and shared_w2"),
         (dict(shared_w13=a["shared_w13"][:1]), r"shared_w2 has shape \[2, 96, 160\]; expected \[1, 96, 160\]"),
         (dict(valid=jnp.ones(2)), "valid is float32; expected bool"),
+        (dict(elsewhere=-1), "elsewhere is -1; expected 0 or more"),
         (dict(w13=FP4(packed.codes, packed.scales, None, "nvfp4")), "w13.expert_scale is for 'nvfp4'"),
         (dict(w13=FP4(packed.codes, packed.scales, packed.expert_scale, "fp4")), "w13 has format 'fp4'"),
         (dict(w13=FP4(packed.codes, packed.scales[..., :3], packed.expert_scale, "nvfp4")), r"w13.scales has shape"),

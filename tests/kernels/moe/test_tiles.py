@@ -39,3 +39,15 @@ def test_buffers_fit_every_card(arch, packed, up):
                 assert one_stage <= where.shared_memory
                 assert t.num_stages == 2 or t.buffers(1 + up, itemsize) <= where.shared_memory
                 assert t.depth % (128 if packed and t is tiles else 16) == 0
+
+
+def test_experts_on_other_devices_count_too():
+    """512 rows choose 6 of 256 experts, half of which are here: 12 rows an expert, as where all are here."""
+
+    def launched(experts: int, elsewhere: int) -> list[tuple[int, int]]:
+        case = shapes.case(512, experts, "nvfp4", 4096, 1024, absent=elsewhere)
+        [(state, inputs)] = jax.eval_shape(lambda: case.make(jax.random.key(0), 1))
+        found = kernels(lower(lambda s, i: case.run("triton", s, i), (state, inputs), "sm_90"))
+        return [(k.num_warps, k.num_stages) for k in found if k.name == "expert_kernel"]
+
+    assert launched(128, 128) == launched(256, 0) != launched(128, 0)
