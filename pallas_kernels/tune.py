@@ -11,7 +11,6 @@ after it.
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -46,6 +45,10 @@ class Search:
     chosen: Tiles
     parts: int
     run: Callable[[Any, Tiles], jax.Array]
+
+
+class Refused(Exception):
+    """Why tiles will not do."""
 
 
 def searches(op: str, inputs: Any, out_dtype: jnp.dtype) -> list[Search]:
@@ -98,7 +101,7 @@ def neighbours(tiles: Tiles) -> Iterator[tuple[str, Tiles]]:
 def descend(start: Tiles, seconds: Callable[[Tiles], float], say: Callable[[str], None]) -> tuple[Tiles, float, float]:
     """Goes to a faster neighbour as long as there is one: the last tiles, their time, and that of the first.
 
-    `seconds` gives infinity for tiles that will not do.
+    `seconds` raises Refused for tiles that will not do.
     """
     best, before = start, seconds(start)
     least, seen, moved = before, {start}, True
@@ -108,9 +111,13 @@ def descend(start: Tiles, seconds: Callable[[Tiles], float], say: Callable[[str]
             if tiles in seen:
                 continue
             seen.add(tiles)
-            taken = seconds(tiles)
+            try:
+                taken = seconds(tiles)
+            except Refused as reason:
+                say(f"  {change:<24} {reason}")
+                continue
             better = taken < FASTER * least
-            say(f"  {change:<24} {f'{taken * 1e6:9.2f} us' if taken < math.inf else '         -'}{' *' * better}")
+            say(f"  {change:<24} {taken * 1e6:9.2f} us{' *' * better}")
             if better:
                 best, least, moved = tiles, taken, True
                 break
@@ -126,16 +133,16 @@ def tune(op: str, case: Case, rate: float, say: Callable[[str], None]) -> Iterat
 
         def seconds(tiles: Tiles, search=search, exact=exact) -> float:
             if tiles.buffers(search.parts, 2) > target().shared_memory:
-                return math.inf
+                raise Refused("more than the card's shared memory")
+            run = lambda _, state, inputs: (state, search.run(inputs, tiles))  # noqa: E731
             try:
                 found = jax.jit(search.run, static_argnums=1)(inputs, tiles)
-                if out.shape[0] <= ROWS and not bool(jnp.array_equal(found, exact)):
-                    return math.inf
-                run = lambda _, state, inputs: (state, search.run(inputs, tiles))  # noqa: E731
-                return bench.measure(replace(case, run=run), "triton", rate)
+                taken = bench.measure(replace(case, run=run), "triton", rate)
             except Exception as error:  # one candidate that does not compile must not end the search
-                say(f"  {type(error).__name__}: {str(error).splitlines()[0][:100]}")
-                return math.inf
+                raise Refused(f"{type(error).__name__}: {str(error).splitlines()[0][:100]}") from error
+            if out.shape[0] <= ROWS and not bool(jnp.array_equal(found, exact)):
+                raise Refused("turns bits of the result")
+            return taken
 
         name = ", ".join(part for part in (case.shape, search.name) if part)
         say(f"{op} {name}: {search.chosen}")

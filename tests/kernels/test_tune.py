@@ -32,7 +32,7 @@ def test_the_search_finds_the_fastest_and_asks_once_for_each():
     def seconds(tiles):
         asked.append(tiles)
         if tiles.depth > 256:
-            return math.inf
+            raise tune.Refused("too deep")
         goal = {"outputs": 64, "depth": 256, "num_warps": 2, "num_stages": 5, "group": 4}
         return 1 + sum(abs(math.log2(getattr(tiles, field) / value)) for field, value in goal.items())
 
@@ -41,6 +41,8 @@ def test_the_search_finds_the_fastest_and_asks_once_for_each():
     assert (best.rows, best.outputs, best.depth, best.num_warps, best.num_stages, best.group) == (16, 64, 256, 2, 5, 4)
     assert least == 1 < before == seconds(START)
     assert len(set(asked[:-1])) == len(asked) - 1 == len(lines) + 1
+    refused = [line for line in lines if "too deep" in line]
+    assert refused and all(line.startswith("  depth 256 -> 512 ") for line in refused)
 
 
 def test_noise_moves_nothing():
