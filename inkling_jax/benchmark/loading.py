@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +21,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import psutil
 from jaxtyping import Array
 
 from ..checkpoint import save_checkpoint
-from ..checkpoint.files import PIECE_BYTES, READERS
+from ..checkpoint.files import Tensor, read_into
 from ..checkpoint.write import free_target
 from ..config import PRESETS, InklingConfig
 from ..model import load
@@ -58,7 +58,7 @@ def loading(
     `progress`: bars while it is written and loaded.
     "loads" has for each the seconds, the bytes of the files a second, and the most bytes of host memory in use beyond
     what was before. Before the first the system is asked to let go of the files (which Linux does), and once more
-    before they are only read, in pieces by as many threads as loading has, for "disk_bytes_per_second".
+    before they are only read, as loading reads them, for "disk_bytes_per_second".
 
     Raises ValueError for a mesh that does not suit the model, CheckpointError where the directory is not empty, and
     RuntimeError where what is loaded is not what was written.
@@ -140,15 +140,9 @@ def _forget(files: Iterable[Path]) -> None:
 
 
 def _read(files: Iterable[Path]) -> None:
-    def read(piece: tuple[Path, int]) -> None:
-        path, start = piece
-        with path.open("rb", buffering=0) as file:
-            file.seek(start)
-            file.read(PIECE_BYTES)
-
-    pieces = [(file, start) for file in files for start in range(0, file.stat().st_size, PIECE_BYTES)]
-    with ThreadPoolExecutor(READERS) as pool:
-        list(pool.map(read, pieces))
+    for file in files:
+        size = file.stat().st_size
+        read_into(np.empty(size, np.uint8), Tensor(file.name, file, "U8", (size,), 0))
 
 
 def main() -> None:

@@ -40,8 +40,8 @@ STORED = DTYPES | {
 }
 _CODES = {dtype: code for code, dtype in STORED.items()}
 
-PIECE_BYTES = 32 << 20
-READERS = 4  # threads that read a tensor: copies inside the host's memory take as long as reading
+_PIECE_BYTES = 32 << 20
+_READERS = 4  # threads that read a tensor: copies inside the host's memory take as long as reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def read_into(view: np.ndarray, tensor: Tensor, window: Window | None = None) ->
     """
     first, *rest = window or whole(view.shape)
     as_it_is = view.dtype in (np.uint8, STORED[tensor.dtype])
-    step = max(1, PIECE_BYTES * len(view) // max(1, view.size * tensor.itemsize))
+    step = max(1, _PIECE_BYTES * len(view) // max(1, view.size * tensor.itemsize))
 
     def read(start: int) -> None:
         target = view[start : start + step]
@@ -170,7 +170,7 @@ def read_into(view: np.ndarray, tensor: Tensor, window: Window | None = None) ->
         if len(starts) == 1:
             read(0)
         else:
-            with ThreadPoolExecutor(READERS) as pool:
+            with ThreadPoolExecutor(_READERS) as pool:
                 list(pool.map(read, starts))
     except OSError as error:
         raise CheckpointError(f"{tensor.file}: cannot be read: {error.strerror}") from None
@@ -303,7 +303,7 @@ def _write_tensors(file: BinaryIO, outgoing: Outgoing, begins: list[int], bar: t
 
 def _pieces(view: np.ndarray) -> Iterator[np.ndarray]:
     """The bytes of an array, in order and a few at a time."""
-    step = max(1, PIECE_BYTES * len(view) // max(1, view.nbytes))
+    step = max(1, _PIECE_BYTES * len(view) // max(1, view.nbytes))
     for start in range(0, len(view), step):
         yield np.ascontiguousarray(view[start : start + step]).view(np.uint8)
 

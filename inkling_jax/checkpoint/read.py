@@ -2,9 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,9 +67,8 @@ def load_parameters(
     Every layout is read, with the MTP tensors indexed or in `mtp.safetensors`. Towers are left out, which one line of
     log says. Weights in 4 bits stay packed where `abstract` has their words and scales, and are unpacked expert by
     expert where it has the plain weight; scales of activations are ignored, which another line says. Of a parameter
-    with a sharding, a process reads the slices of its own devices and no more. While one parameter goes to the devices
-    the next is read: host memory beyond the arrays themselves stays below what is read of two of them plus a few pieces
-    of 32 MiB, or an unpacked expert.
+    with a sharding, a process reads the slices of its own devices and no more. Host memory beyond the arrays themselves
+    stays below what it reads of the largest parameter plus a few pieces of 32 MiB, or an unpacked expert.
 
     Raises `CheckpointError` listing everything that is missing, unexpected, misshapen, quantised or cut short, and
     ValueError where a sharding does not cut a parameter evenly, or cuts a block of 4-bit weights.
@@ -88,7 +85,7 @@ def load_parameters(
     if source.unused:
         log.warning("%s: ignoring %d scales of activations: only weights are in 4 bits", directory, len(source.unused))
     with progress_bar("loading", sum(map(_bytes_here, abstract.values())), progress) as bar:
-        return _load(source, abstract, bar)
+        return {path: _load(source, path, spec, bar) for path, spec in abstract.items()}
 
 
 def open_checkpoint(directory: Path, config: InklingConfig, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Plan:
@@ -143,58 +140,26 @@ def _check_shardings(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
                 raise ValueError(f"{path}: {words * VALUES_A_WORD} inputs a device are not whole blocks of {block}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """What is read at a time: a window of a parameter, or of one of the arrays of a weight in 4 bits.
+def _load(plan: Plan, path: str, spec: jax.ShapeDtypeStruct, bar: tqdm) -> jax.Array:
+    """A parameter, or one of the arrays of a weight in 4 bits, where it belongs.
 
-    `places` are the parts of it that go to devices, None for the one that JAX chooses.
+    With a sharding, this process reads what its own devices hold, and once what several of them hold.
     """
-
-    path: str
-    window: Window
-    places: list[tuple[tuple[slice, ...], Any]]
-
-
-def _load(plan: Plan, abstract: Mapping[str, jax.ShapeDtypeStruct], bar: tqdm) -> dict[str, jax.Array]:
-    """Every parameter where it belongs: one piece goes to the devices while the next is read."""
-    pieces = [piece for path, spec in abstract.items() for piece in _pieces(path, spec)]
-    hosts = _one_ahead(lambda piece: _read(plan, piece.path, piece.window, abstract[piece.path].dtype), pieces)
-    shards: dict[str, list[jax.Array]] = {path: [] for path in abstract}
-    for piece, host in zip(pieces, hosts, strict=True):
-        shards[piece.path] += jax.block_until_ready([jax.device_put(host[part], to) for part, to in piece.places])
-        bar.update(host.nbytes)
-    return {path: _assemble(spec, shards[path]) for path, spec in abstract.items()}
-
-
-def _pieces(path: str, spec: jax.ShapeDtypeStruct) -> list[_Piece]:
-    """All of a parameter; with a sharding what this process's devices hold, once where several hold the same."""
     if spec.sharding is None:
-        return [_Piece(path, whole(spec.shape), [((), None)])]
+        array = jax.device_put(_read(plan, path, whole(spec.shape), spec.dtype))
+        bar.update(array.nbytes)
+        return jax.block_until_ready(array)
     devices: dict[Window, list[Any]] = {}
     for device, index in spec.sharding.addressable_devices_indices_map(spec.shape).items():
         devices.setdefault(window_of(index or (), spec.shape), []).append(device)
-    return [
-        _Piece(path, box, [(within(window, box), device) for window in windows for device in devices[window]])
-        for box, windows in merged(devices)
-    ]
-
-
-def _assemble(spec: jax.ShapeDtypeStruct, shards: list[jax.Array]) -> jax.Array:
-    if spec.sharding is None:
-        return shards[0]
+    shards: list[jax.Array] = []
+    for box, windows in merged(devices):
+        host = _read(plan, path, box, spec.dtype)
+        for window in windows:
+            shards += [jax.device_put(host[within(window, box)], device) for device in devices[window]]
+        jax.block_until_ready(shards)
+        bar.update(host.nbytes)
     return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, shards, dtype=spec.dtype)
-
-
-def _one_ahead[T, R](make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """What is made of each in turn: in a thread, the next while the caller works with one."""
-    with ThreadPoolExecutor(1, "read") as reader:
-        under_way = None
-        for item in items:
-            before, under_way = under_way, reader.submit(make, item)
-            if before is not None:
-                yield before.result()
-        if under_way is not None:
-            yield under_way.result()
 
 
 def _bytes_here(spec: jax.ShapeDtypeStruct) -> int:

@@ -1,7 +1,6 @@
-"""Loading needs no more memory beyond the model than two tensors and a few pieces; quantising, an expert."""
+"""Loading needs no more memory beyond the model than the largest tensor and a few pieces; quantising, an expert."""
 
 import json
-import operator
 import os
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from inkling_jax.nn import abstract_parameters
 from pallas_kernels import fp4
 
 action, path = sys.argv[1:3]
-files.PIECE_BYTES = int(sys.argv[3])
+files._PIECE_BYTES = int(sys.argv[3])
 config = InklingConfig.from_path(path)
 abstract = abstract_parameters(config, quantization=find_quantization(path, config) if action == "keep" else None)
 jax.block_until_ready(jax.device_put(jax.numpy.ones(3)))
@@ -74,19 +73,18 @@ def test_peak_memory(tmp_path: Path) -> None:
     params = {path: jnp.ones(spec.shape, spec.dtype) for path, spec in abstract.items()}
     save_checkpoint(tmp_path / "model", CONFIG, params, layout="original", max_shard_bytes=10**12)
     sizes = [array.nbytes for array in params.values()]
-    two = max(map(operator.add, sizes, sizes[1:]))  # one goes to the devices while the next is read
     del params
     plain = measure("load", tmp_path / "model")
     assert plain["model"] == sum(sizes) > 3 * max(sizes)
     assert plain["peak"] >= 0.9 * plain["model"]  # the measurement sees the arrays
-    assert plain["peak"] < plain["model"] + two + SLACK
+    assert plain["peak"] < plain["model"] + max(sizes) + SLACK
 
     # 45 MB, as many with 20 experts as with 200.
     assert measure("quantise", tmp_path / "model")["peak"] < max(sizes) - SLACK
     packed = tmp_path / "model-nvfp4"
     kept = measure("keep", packed)
     assert kept["model"] < 0.7 * plain["model"]
-    assert kept["peak"] < kept["model"] + two + SLACK  # the first layer's experts are the largest still
+    assert kept["peak"] < kept["model"] + max(sizes) + SLACK  # the first layer's experts are the largest still
     unpacked = measure("unpack", packed)
     assert unpacked["model"] == plain["model"]
-    assert unpacked["peak"] < unpacked["model"] + two + SLACK
+    assert unpacked["peak"] < unpacked["model"] + max(sizes) + SLACK

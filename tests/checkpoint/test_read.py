@@ -2,7 +2,6 @@
 
 import json
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from safetensors.numpy import save_file
 
 from inkling_jax.checkpoint import files as files_module
 from inkling_jax.checkpoint import load_parameters
-from inkling_jax.checkpoint import read as read_module
 from inkling_jax.config import InklingConfig
 from inkling_jax.nn import abstract_parameters
 
@@ -55,31 +53,8 @@ def test_depths_in_the_other_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["original", "text-only"])
 @pytest.mark.parametrize("piece", [1, 100, 10**9])
 def test_pieces_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, piece: int) -> None:
-    monkeypatch.setattr(files_module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(files_module, "_PIECE_BYTES", piece)
     assert tiny.same(load(tiny.write(tmp_path / "model", tensors(layout))), PARAMS)
-
-
-def test_one_piece_is_read_while_another_is_placed() -> None:
-    begun = [threading.Event() for _ in range(4)]
-
-    def make(i: int) -> int:
-        begun[i].set()
-        return i * i
-
-    found = []
-    for i, value in enumerate(read_module._one_ahead(make, range(4))):
-        assert all(event.wait(10) for event in begun[: i + 2])
-        assert not any(event.wait(0.02) for event in begun[i + 2 :])
-        found.append(value)
-    assert found == [0, 1, 4, 9]
-    assert list(read_module._one_ahead(make, [])) == []
-
-
-def test_what_goes_wrong_ahead_is_raised_in_its_turn() -> None:
-    hosts = read_module._one_ahead(lambda i: 6 // i, [3, 0, 2])
-    assert next(hosts) == 2
-    with pytest.raises(ZeroDivisionError):
-        next(hosts)
 
 
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])

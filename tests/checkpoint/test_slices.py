@@ -79,7 +79,7 @@ def test_windows_that_touch_are_read_together() -> None:
 def test_every_slice_is_that_of_the_whole(
     tmp_path: Path, layout: str, sizes: tuple[int, int], reads: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(files, "_PIECE_BYTES", 1000)
     params = tiny.random_parameters(config=CONFIG)
     tensors = tiny.original(params) if layout == "original" else tiny.transformers(params)
     directory = tiny.write(tmp_path / "model", tensors, CONFIG.to_dict("original"), shards=2)

@@ -31,7 +31,7 @@ def format_of(layout: Layout) -> tiny.Tensors:
 def test_files_are_those_of_the_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout, shard: int, piece: int
 ) -> None:
-    monkeypatch.setattr(files_module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(files_module, "_PIECE_BYTES", piece)
     save_checkpoint(tmp_path / "out", tiny.CONFIG, PARAMS, layout=layout, max_shard_bytes=shard)
     assert tiny.same(tiny.read(tmp_path / "out"), format_of(layout))
     assert InklingConfig.from_path(tmp_path / "out") == tiny.CONFIG
