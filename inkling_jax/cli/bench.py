@@ -86,13 +86,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plain JAX, the GPU kernels, or their interpreter (default: the kernels where there is a GPU)",
     )
     parser.add_argument("--seed", metavar="N", type=whole(0), default=0, help="of weights and tokens (default 0)")
-    parser.add_argument("--profile", metavar="DIR", help="leave a trace of a few rounds of each row there")
+    parser.add_argument("--profile", metavar="DIR", type=Path, help="leave a trace of a few rounds of each row there")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures there, after each row")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
         raise ValueError(f"argument --json: {arguments.json.parent} is no directory")
+    if arguments.profile is not None:
+        try:
+            arguments.profile.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"argument --profile: {arguments.profile} cannot be made: {error.strerror}") from None
     if None not in (arguments.model, arguments.config):
         raise ValueError(f"argument --config: MODEL is given too, as {arguments.model}")
     given = (*_POINTS, "rows") if arguments.rows is not None else ()

@@ -173,6 +173,7 @@ def test_a_failed_row_is_said_and_the_exit_code_too(command, model, tmp_path, mo
         (["--context", "9999"], "context: 9999 tokens and up to 64 new ones exceed the model's context of 512"),
         (["--dtype", "float16"], "argument --dtype"),
         (["--json", "/nowhere/figures.json"], "argument --json: /nowhere is no directory"),
+        (["--profile", "/dev/null/traces"], "argument --profile: /dev/null/traces cannot be made: Not a directory"),
         (["--implementation", "triton"], "implementation='triton' needs an NVIDIA or AMD GPU"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
