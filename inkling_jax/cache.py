@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -20,7 +20,7 @@ from pallas_kernels import Implementation
 
 from . import collectives
 from .config import InklingConfig
-from .sharding import TABLE, parts_of, sharding_of, spec_of
+from .sharding import TABLE, parts_of, spec_of
 
 PAGE_SIZE = 64
 VERIFY_ROWS = 16  # steps of at most so many rows are written before they attend (`ops.attend`)
@@ -177,11 +177,10 @@ def make_cache(
     implementation: Implementation = "xla",
     mesh: Mesh | None = None,
 ) -> Cache:
-    """An empty cache, each device of a mesh holding its part of it. `allocate_pages` makes the page tables."""
+    """An empty cache; `specs` says how it lies on a mesh. `allocate_pages` makes the page tables."""
     layers = [config.is_local(i) for i in range(config.num_layers)]
     depths = [config.mtp_is_local(d) for d in range(shape.drafts)]
-    device = None if mesh is None else NamedSharding(mesh, spec_of(("batch", None)))
-    table = partial(jnp.full, (shape.batch, shape.width), -1, jnp.int32, device=device)
+    table = partial(jnp.full, (shape.batch, shape.width), -1, jnp.int32)
     return Cache(
         layers=tuple(_layer_cache(config, local, shape, dtype, mesh) for local in layers),
         depths=tuple(_layer_cache(config, local, shape, dtype, mesh) for local in depths),
@@ -205,19 +204,16 @@ def _layer_cache(
     kv = (pages, kv_heads, shape.page_size, attention.head_dim)
     rows = max(shape.rows, 2)  # of a sequence in a step, at most (`decode.loop.verify`)
     size = config.conv_width - 1 + rows  # so that a kernel's rows read and write the ring side by side
-    many = shape.batch // shape.groups * rows > collectives.WHOLE_ROWS
-
-    def zeros(size: tuple[int, ...], *axes: str | None) -> Array:
-        return jnp.zeros(size, dtype, device=None if mesh is None else sharding_of(axes, size, mesh))
+    many = shape.batch // shape.groups * shape.rows > collectives.WHOLE_ROWS
 
     def ring(channels: int, axis: str | None) -> Ring:
-        return Ring(zeros((shape.batch, size, channels), "batch", None, axis), axis)
+        return Ring(jnp.zeros((shape.batch, size, channels), dtype), axis)
 
     def residual(axis: str) -> Ring:
         return ring(config.hidden_size, axis if mesh is not None and parts_of(mesh, TABLE[axis]) > 1 and many else None)
 
     def pool() -> Array:
-        return zeros(kv, "pages", "kv_heads", None, None)
+        return jnp.zeros(kv, dtype)
 
     return LayerCache(
         kv=PagedKV(pool(), pool(), per_sequence * shape.page_size if local else None),

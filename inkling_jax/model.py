@@ -29,8 +29,9 @@ from .tokenizer import Tokenizer
 DTYPES = ("bfloat16", "float32")
 QUANTIZATIONS = ("keep", "none")
 DEFAULT_DRAFTS = 4  # nano, 8 prompts, one H200, 2026-11-30: 3.1k, 3.5k, 4.0k, 3.9k tokens/s with 1, 2, 3, 4 drafts
-ROUNDS_PER_LOOK = 32  # rounds on the device between two looks of the host: Ctrl-C and stop texts wait for no more
-ROUNDS_PER_PIECE = 4  # the same for a stream, whose reader is waiting
+# Rounds on the device between two looks of the host, or if they are more as many as take so many seconds.
+LOOK = 32, 0.2  # Ctrl-C and stop texts wait for no more
+PIECE = 4, 0.05  # of a stream, whose reader is waiting
 
 
 class Generation(Sequence[Completion]):
@@ -106,7 +107,7 @@ def _pieces(session: Session) -> Iterator[str]:
     stops = session.requests[0].stop_texts
     shown = 0
     while not session.finished:
-        session.advance(ROUNDS_PER_PIECE)
+        session.advance(*PIECE)
         text = (session.completion(0).text or "") if session.finished else _settled(session.text(0), stops)
         if len(text) > shown:
             yield text[shown:]
@@ -204,7 +205,7 @@ class Inkling:
         arguments = (max_new_tokens, draft_tokens, temperature, top_k, top_p, seed, stop)
         session = self._session(prompts, *arguments)
         while not session.finished:
-            session.advance(ROUNDS_PER_LOOK)
+            session.advance(*LOOK)
         return Generation([session.completion(b) for b in range(len(session.requests))], session.statistics())
 
     def stream(

@@ -115,7 +115,19 @@ def sharding_of(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) ->
         parts = parts_of(mesh, TABLE[name])
         if size % parts:
             raise ValueError(f"mesh: {name}, {size} long, does not divide into {parts} ({' x '.join(TABLE[name])})")
-    return NamedSharding(mesh, spec)
+    return placed(spec, mesh)
+
+
+def placed(spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
+    """Where an array lives, in the one spelling for it: no mesh axis of a single device, no None at the end.
+
+    JAX compiles a step again for arguments of another spelling, and gives results that of an argument like them.
+    """
+    dimensions = [(names,) if isinstance(names, str) else names or () for names in spec]
+    split = [tuple(name for name in names if mesh.shape[name] > 1) or None for names in dimensions]
+    while split and split[-1] is None:
+        split.pop()
+    return NamedSharding(mesh, PartitionSpec(*split))
 
 
 def shardings(config: InklingConfig, mesh: Mesh, quantization: Quantization | None = None) -> dict[str, NamedSharding]:

@@ -159,11 +159,27 @@ def test_a_stop_text_cuts_at_its_beginning(reciting, drafts, name, monkeypatch):
     """However many tokens come between two looks of the host."""
     stop, expected = STOPS[name]
     for rounds in (1, 3, 32):
-        monkeypatch.setattr(model, "ROUNDS_PER_LOOK", rounds)
+        monkeypatch.setattr(model, "LOOK", (rounds, 0.0))
         found = recite(reciting, drafts, stop=stop)
         assert (found.text, found.finish_reason) == (expected, "stop")
         assert found.tokens == reciting.tokenizer.encode(expected)
         assert len(found.drafted) == len(found.rejected) == len(found.tokens)
+
+
+def test_a_call_runs_as_many_rounds_as_take_its_time(reciting, monkeypatch):
+    """Not more in the first one, whose time is not known; the text is the same."""
+    decode, asked = reciting._engine.decode, []
+
+    def recorded(leaves, state, settings, rounds, **static):
+        asked.append(int(rounds))
+        return decode(leaves, state, settings, rounds, **static)
+
+    recite(reciting, 0)
+    monkeypatch.setattr(reciting._engine, "decode", recorded)
+    monkeypatch.setattr(model, "LOOK", (2, 60.0))
+    found = recite(reciting, 0)
+    assert len(asked) == 2 and asked[0] == 2 and asked[1] > len(found.tokens)
+    assert found.text == recite(reciting, DEPTHS).text
 
 
 def test_a_stop_text_that_never_comes_changes_nothing(reciting):
@@ -195,7 +211,7 @@ def test_special_tokens_do_not_show(reciting):
 @pytest.mark.parametrize("rounds", [1, 4])
 @pytest.mark.parametrize("stop", [None, "fghijk", "é€", ["zz", "cdx", "w"]], ids=str)
 def test_pieces_are_whole_and_join_to_the_text(reciting, drafts, rounds, stop, monkeypatch):
-    monkeypatch.setattr(model, "ROUNDS_PER_PIECE", rounds)
+    monkeypatch.setattr(model, "PIECE", (rounds, 0.0))
     expected = recite(reciting, drafts, stop=stop)
     stream = reciting.stream("a", 60, drafts, stop=stop)
     shown = ""
@@ -210,7 +226,7 @@ def test_pieces_are_whole_and_join_to_the_text(reciting, drafts, rounds, stop, m
 
 
 def test_pieces_come_one_by_one(reciting, monkeypatch):
-    monkeypatch.setattr(model, "ROUNDS_PER_PIECE", 1)
+    monkeypatch.setattr(model, "PIECE", (1, 0.0))
     assert list(reciting.stream("a", 60, 0)) == list(TEXT[1:])
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..compilation import announce
@@ -124,7 +123,7 @@ def occupied(engine: Engine, effort: Effort, sequences: int, context: int, draft
 
 def run_rounds(engine: Engine, state: DecodeState, settings: Settings, rounds: int, drafts: int) -> DecodeState:
     """One call of the decoding loop, to its end."""
-    state = engine.decode(engine.leaves, state, settings, jnp.int32(rounds), drafts=drafts)
+    state = engine.decode(engine.leaves, state, settings, np.int32(rounds), drafts=drafts)
     jax.block_until_ready(state.length)
     return state
 

@@ -75,6 +75,7 @@ class Session:
     def __init__(self, engine: Engine, requests: list[Request], drafts: int, tokenizer: Tokenizer | None):
         self.requests, self._engine, self._drafts, self._tokenizer = requests, engine, drafts, tokenizer
         self._seconds = {"prefill": 0.0, "decode": 0.0, "compile": 0.0}
+        self._pace = float("inf")  # seconds a round, by the last call
         self._state, self._settings = engine.start(requests, drafts)
         self._cut: dict[int, int] = {}  # sequences ended by a stop text: characters kept
         self._texts: dict[int, _Text] = {}
@@ -90,13 +91,19 @@ class Session:
                 )
                 jax.block_until_ready(self._state.length)
 
-    def advance(self, rounds: int) -> None:
-        """Runs up to `rounds` rounds and looks at what came out. Raises FloatingPointError at NaN logits."""
+    def advance(self, rounds: int, seconds: float = 0.0) -> None:
+        """Runs up to `rounds` rounds, or as many as should take `seconds` if they are more, and looks at what came out.
+
+        A call costs the host milliseconds, whatever it runs. Raises FloatingPointError at NaN logits.
+        """
+        rounds = max(rounds, int(seconds / self._pace))
+        before = self._seconds["decode"]
         with self._timed("decode", f"the decoding loop with {self._drafts} drafts"):
             self._state = self._engine.decode(
                 self._engine.leaves, self._state, self._settings, np.int32(rounds), drafts=self._drafts
             )
             jax.block_until_ready(self._state.length)
+        self._pace = max(self._seconds["decode"] - before, 1e-3) / rounds
         self._look()
         self._apply_stop_texts()
 

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -101,7 +102,7 @@ class ShortConv(nnx.Module):
         x = reduce_scatter(branch.astype(residual.dtype), axis)
         part = ring if ring is None or ring.axis is not None else Ring(own(ring.rows, axis))
         stream, part = self._add(x, rows, part, own(residual, axis), own(self.weight[...], axis, 0))
-        stream = all_gather(stream, axis)
+        stream = lax.optimization_barrier(all_gather(stream, axis))  # else XLA hands the norm a float32 copy
         if part is not None and ring is not None and ring.axis is None:
             part = Ring(all_gather(part.rows, axis))
         return stream, stream if norm is None else norm(stream), part

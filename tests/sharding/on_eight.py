@@ -10,7 +10,8 @@ import pytest
 
 from inkling_jax import collectives
 from inkling_jax.cache import LayerCache
-from inkling_jax.decode.state import DecodeState
+from inkling_jax.compilation import announce
+from inkling_jax.decode.state import DecodeState, Settings
 from inkling_jax.sharding import AXES, make_mesh
 from pallas_kernels import Implementation
 from tests import reference
@@ -55,13 +56,16 @@ def steps(request) -> SmallPages:
     return engine_on(request.param)
 
 
-def generated(steps: SmallPages, rounds: int = 10**6, **settings) -> DecodeState:
+def started(steps: SmallPages, **settings) -> tuple[DecodeState, Settings]:
     prompts = [reference.random_tokens(CONFIG, length, seed) for seed, length in enumerate(PROMPTS)]
-    requests = [request(tokens, NEW, **{"seed": i, **settings}) for i, tokens in enumerate(prompts)]
-    state, options = steps.start(requests, DRAFTS)
+    return steps.start([request(tokens, NEW, **{"seed": i, **settings}) for i, tokens in enumerate(prompts)], DRAFTS)
+
+
+def generated(steps: SmallPages, rounds: int = 10**6, **settings) -> DecodeState:
+    state, options = started(steps, **settings)
     for at in range(0, max(PROMPTS), CHUNK):
-        state = steps.prefill(steps.leaves, state, jnp.int32(at), chunk=CHUNK, drafts=DRAFTS)
-    return steps.decode(steps.leaves, state, options, jnp.int32(rounds), drafts=DRAFTS)
+        state = steps.prefill(steps.leaves, state, np.int32(at), chunk=CHUNK, drafts=DRAFTS)
+    return steps.decode(steps.leaves, state, options, np.int32(rounds), drafts=DRAFTS)
 
 
 def check_tokens(found: DecodeState, exact: DecodeState) -> None:
@@ -115,6 +119,27 @@ def test_sampled_tokens_are_those_of_one_device(steps):
     check_tokens(generated(steps, **SAMPLED), truth(**SAMPLED))
 
 
+def test_a_step_compiles_once(steps):
+    """What it returns lies on the devices as what it was first given: else the second call would compile it again."""
+    generated(steps, rounds=1)
+    with announce("nothing") as watch:
+        state, settings = started(steps)
+        for _ in range(2):
+            state = steps.prefill(steps.leaves, state, np.int32(0), chunk=CHUNK, drafts=DRAFTS)
+        for _ in range(2):
+            state = steps.decode(steps.leaves, state, settings, np.int32(1), drafts=DRAFTS)
+    assert watch.seconds == 0.0
+
+
+def test_an_empty_cache_is_made_in_its_parts(steps):
+    length = np.full(8, 40)
+    shape = steps.shape(length, DRAFTS)
+    cache = steps.cache(shape, length)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(cache))
+    assert held == steps.cache_bytes(shape)
+    assert all(len(leaf.sharding.device_set) == steps.mesh.size for leaf in jax.tree.leaves(cache))
+
+
 def test_memory_is_that_of_one_device(steps):
     found, exact = generated(steps, rounds=2), truth(rounds=2)
     check_memory(remembered(found, steps.groups), remembered(exact, 1))
@@ -144,9 +169,9 @@ def test_every_step_with_the_residual_rings_split(monkeypatch):
     check_tokens(generated(steps), truth())
 
 
-def test_kernels_on_each_shard():
+def test_kernels_on_each_shard(monkeypatch):
     """Chunks, whose branches are scattered, and a round, whose branches are summed whole."""
-    assert 2 * len(PROMPTS) <= collectives.WHOLE_ROWS < CHUNK * len(PROMPTS)
+    monkeypatch.setattr(collectives, "WHOLE_ROWS", 2 * len(PROMPTS))
     steps = engine_on("1x2x4", "interpret")
     found = generated(steps, rounds=1)
     check_memory(remembered(found, 1), remembered(truth(rounds=1), 1))

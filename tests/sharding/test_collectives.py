@@ -16,7 +16,7 @@ from inkling_jax.decode.engine import Engine
 from inkling_jax.nn import abstract_parameters
 from inkling_jax.sharding import AXES
 from tests.decode.tiny import request
-from tests.h200 import HAS_PLUGIN, Collective, cards, compiled
+from tests.h200 import HAS_PLUGIN, Collective, cards, compiled, indent
 
 BATCH, DRAFTS, CHUNK, H = 2, 1, 512, 6144
 EXPERT, TENSOR = 2, 4
@@ -72,7 +72,7 @@ def test_a_round_sums_each_branch_once_and_exchanges_tokens(program):
     assert made(whole) == {
         ("all-gather", (f"f32[{TENSOR},{rows}",)): 2,  # attention, of the layer and of the depth
         ("all-gather", (f"f32[{parts},{rows}",)): 2,  # MLP
-        ("all-gather", (f"bf16[{rows}",)): 1,  # the depth's joined input
+        ("all-gather", (f"bf16[{parts},{BATCH},{DRAFTS + 1},{H // parts}]",)): 1,  # the depth's joined input
         ("all-gather", (f"s32[{parts},2,{BATCH}]",)): 1,  # (value, id) of the draft
         ("all-gather", (f"s32[{parts},2,{BATCH},{DRAFTS + 1}]",)): 1,  # and of the target
     }
@@ -83,6 +83,10 @@ def test_a_round_sums_each_branch_once_and_exchanges_tokens(program):
         ("all-gather", (f"s32[{parts},2,{BATCH}]",)),
     }
     assert set(made(branches)) == sampling
+    # A round's own collectives are captured with its kernels: between two graphs there are only branches.
+    body = program.loop_body()
+    outermost = {line.split()[1] for line in body if indent(line) == min(map(indent, body))}
+    assert outermost == {"kCommandBuffer", "kConditional"}
     # Every byte that comes out lies where it came in: the state is donated on a mesh as on one device.
     assert program.memory.alias_size_in_bytes > 1e6
     assert program.memory.output_size_in_bytes - program.memory.alias_size_in_bytes < 1024
@@ -90,13 +94,16 @@ def test_a_round_sums_each_branch_once_and_exchanges_tokens(program):
 
 @pytest.mark.parametrize("program", [("prefill", "triton", DRAFTS)], indirect=True)
 def test_a_chunk_scatters_before_each_convolution_and_gathers_behind_it(program):
-    stream, ring = f"bf16[{BATCH},{CHUNK},{H}]", f"bf16[{BATCH},{RING},{H}]"
+    attn = [f"bf16[{TENSOR},{BATCH},{rows},{H // TENSOR}]" for rows in (RING, CHUNK)]  # the ring rides along
+    parts = EXPERT * TENSOR
+    mlp = [f"bf16[{parts},{BATCH},{rows},{H // parts}]" for rows in (RING, CHUNK)]
     assert made(program.collectives()) == {
         ("reduce-scatter", (f"bf16[{BATCH},{CHUNK},{H // TENSOR}]",)): 2,  # attention, of the layer and of the depth
         ("reduce-scatter", (f"bf16[{BATCH},{CHUNK},{H // TENSOR // EXPERT}]",)): 2,  # MLP
-        ("all-gather", (ring, stream)): 3,  # the ring rides along
-        ("all-gather", (stream,)): 1,  # the depth's joined input
-        ("all-gather", (ring,)): 1,  # nobody reads the last depth's stream
+        ("all-gather", tuple(attn)): 2,
+        ("all-gather", tuple(mlp)): 1,
+        ("all-gather", (mlp[1],)): 1,  # the depth's joined input
+        ("all-gather", (mlp[0],)): 1,  # nobody reads the last depth's stream
     }
 
 

@@ -120,9 +120,9 @@ def test_packed_experts_are_cut_between_blocks():
 
 def test_keys_and_values_of_few_heads_are_whole_everywhere():
     found = shardings(SMALL, mesh_of(tensor=16))
-    assert found["layers.0.attn.wk.weight"].spec == PartitionSpec(None, None)
-    assert found["layers.0.attn.wq.weight"].spec == PartitionSpec("tensor", None)
-    assert shardings(SMALL, mesh_of(tensor=8))["layers.0.attn.wk.weight"].spec == PartitionSpec("tensor", None)
+    assert found["layers.0.attn.wk.weight"].spec == PartitionSpec()
+    assert found["layers.0.attn.wq.weight"].spec == PartitionSpec("tensor")
+    assert shardings(SMALL, mesh_of(tensor=8))["layers.0.attn.wk.weight"].spec == PartitionSpec("tensor")
 
 
 def test_a_mesh_of_one_device_is_not_sharded():
