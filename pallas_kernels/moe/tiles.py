@@ -46,7 +46,9 @@ def choose_tiles(up: bool, rows: int, pairs: int, experts: int, packed: bool, it
         tiles = Tiles(16, 32, 128 if packed else 32, 4, 2)
     elif few and packed:
         least = 16 if where.platform == "rocm" else 8  # rows that matrix units take, beside 16 of the weights
-        tiles = Tiles(least if share <= 8 else 16, 32 // parts, 256, 2, 3, weights_first=True)
+        # Where most experts are hit, the second launch has programs enough to be larger.
+        outputs = 64 if not up and share <= 8 and 4 * pairs >= 3 * experts else 32 // parts
+        tiles = Tiles(least if share <= 8 else 16, outputs, 256, 2, 3, weights_first=True)
     elif few:
         # With more than 8 rows an expert some have a second block, which then finds the weights in L2.
         tiles = Tiles(16, 64 // parts, 128, 4, 5, weights_first=True, group=16 if share > 8 else 1)
