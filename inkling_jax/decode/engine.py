@@ -27,7 +27,7 @@ from ..cache import PAGE_SIZE, Cache, CacheShape, Ring, allocate_pages, make_cac
 from ..config import InklingConfig
 from ..nn import InklingModel
 from ..quantization import quantization_of
-from ..sharding import TABLE, mesh_of, parts_of, placed, shardings, spec_of
+from ..sharding import MLP_AXES, TABLE, mesh_of, parts_of, placed, shardings, spec_of
 from .loop import decode, prefill, teacher_forced
 from .request import Request
 from .state import FULL, RUNNING, DecodeState, Settings
@@ -35,6 +35,7 @@ from .state import FULL, RUNNING, DecodeState, Settings
 PREFILL_CHUNKS = (32, 128, 512)
 LARGE_CHUNKS = (2048, 8192)  # on the kernels: there a step of 512 rows waits for the weights of the experts
 CAPTURED = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "COLLECTIVES")
+"""What XLA captures of a loop with collectives (`_loop_options`): all but loops and branches."""
 LEAST_CAPACITY = 1024
 LEAST_STOPS = 16
 
@@ -234,13 +235,15 @@ class Engine:
 
 
 def _loop_options(mesh: Mesh | None) -> dict[str, str] | None:
-    """XLA's options for the decoding loop: several GPUs of one process capture a round's collectives in its graph.
+    """XLA's options for the decoding loop: NVIDIA GPUs of one process capture a round's collectives in its graph.
 
     By default each collective ends a graph, 2 us at either side, of which a round of 42 layers has 170. CUDA takes no
     collective inside of a graph's own loops and branches, so those stay with the host. A prefill changes the addresses
     that a graph holds, and the gaps are little to it.
     """
-    if mesh is None or mesh.size == 1 or mesh.is_multi_process or "NVIDIA" not in mesh.devices.flat[0].device_kind:
+    if mesh is None or parts_of(mesh, MLP_AXES) == 1 or mesh.is_multi_process:
+        return None
+    if "NVIDIA" not in mesh.devices.flat[0].device_kind:
         return None
     return {"xla_gpu_enable_command_buffer": ",".join(CAPTURED)}
 

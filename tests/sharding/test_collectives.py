@@ -115,3 +115,10 @@ def test_without_drafts_a_layer_sums_twice(program):
         ("all-gather", (f"f32[{TENSOR},{BATCH},{H}]",)): 1,
         ("all-gather", (f"f32[{EXPERT * TENSOR},{BATCH},{H}]",)): 1,
     }
+
+
+def test_collectives_are_captured_only_where_there_are_any():
+    for sizes, captured in (((2, 1, 1), False), ((1, 1, 1), False), ((1, 2, 1), True), ((2, 1, 2), True)):
+        mesh = Mesh(np.array(cards(int(np.prod(sizes)))).reshape(sizes), AXES)
+        assert (engines._loop_options(mesh) is not None) == captured
+    assert engines._loop_options(Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES)) is None
