@@ -77,7 +77,7 @@ def test_an_environment_is_used_again_until_pyproject_changes(machine: Path):
     make = f'mkdir -p "$4/bin"; ln -sf "{machine}/bin/true" "$4/bin/python"'
     for name in ("mkdir", "ln", "true"):
         (machine / "bin" / name).symlink_to(str(shutil.which(name)))
-    program(machine / "bin" / "python3", f"case $1 in -c) exit 0;; -V) echo Python;; -m) {make};; esac")
+    program(machine / "bin" / "python3", f'case $1 in -c) exit 0;; -V) echo Python;; -m) {make};; esac')
     installs = ["installing" in run(machine, "install").stderr for _ in range(2)]
     (machine / "pyproject.toml").write_text("changed")
     installs += ["installing" in run(machine, "install").stderr for _ in range(2)]

@@ -64,13 +64,7 @@ def rel_paged_attention(
     check_relative(OP, q, rel_logits, r, rel_proj, tau, extent, window)
     arguments: dict[str, Any] = dict(
         count=jnp.full_like(lengths, q.shape[1]) if count is None else count,
-        rel_logits=rel_logits,
-        r=r,
-        rel_proj=rel_proj,
-        tau=tau,
-        scale=float(scale),
-        extent=extent,
-        window=window,
+        rel_logits=rel_logits, r=r, rel_proj=rel_proj, tau=tau, scale=float(scale), extent=extent, window=window
     )
     chosen = dispatch.resolve(OP, implementation)
     if chosen == "xla":
