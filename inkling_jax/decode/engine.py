@@ -228,7 +228,7 @@ class Engine:
         cache = jax.eval_shape(self.empty(shape))
 
         def size(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
-            own = leaf.shape if self.mesh is None else NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
+            own = leaf.shape if self.mesh is None else placed(spec, self.mesh).shard_shape(leaf.shape)
             return math.prod(own) * leaf.dtype.itemsize
 
         return sum(jax.tree.leaves(jax.tree.map(size, cache, specs(cache))))

@@ -103,7 +103,8 @@ class Session:
                 self._engine.leaves, self._state, self._settings, np.int32(rounds), drafts=self._drafts
             )
             jax.block_until_ready(self._state.length)
-        self._pace = max(self._seconds["decode"] - before, 1e-3) / rounds
+        passed = self._seconds["decode"] - before
+        self._pace = max(passed, 1e-3) / rounds  # less than a millisecond is what compiling, taken off, leaves of it
         self._look()
         self._apply_stop_texts()
 
