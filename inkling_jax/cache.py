@@ -23,6 +23,7 @@ from .config import InklingConfig
 from .sharding import TABLE, parts_of, spec_of
 
 PAGE_SIZE = 64
+LEAST_CAPACITY = 1024  # rows of the shortest sequence that is compiled for
 VERIFY_ROWS = 16  # steps of at most so many rows are written before they attend (`ops.attend`)
 STATIC: dict[str, Any] = {"static": True}
 Leaf = Any  # an array, or what stands in for one while JAX takes a tree apart and rebuilds it
@@ -145,6 +146,19 @@ class Cache:
         return self.global_pages if layer.kv.ring is None else self.local_pages
 
 
+def bucket(n: int, least: int) -> int:
+    """The next size at or above n in steps of a quarter of a power of two: at most a quarter is wasted."""
+    if n <= least:
+        return least
+    step = max(1, 1 << ((n - 1).bit_length() - 3))
+    return -(-n // step) * step
+
+
+def padded(sequences: int) -> int:
+    """How many sequences a batch is compiled for on a device: a power of two."""
+    return 1 << (sequences - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class CacheShape:
     """The sizes that a cache is compiled for: `rows` is the most rows a sequence adds in one round of decoding.
@@ -159,6 +173,14 @@ class CacheShape:
     drafts: int
     page_size: int = PAGE_SIZE
     groups: int = 1
+
+    @classmethod
+    def of(cls, needed: np.ndarray, drafts: int, groups: int = 1) -> "CacheShape":
+        """The bucket of sizes for sequences of `needed[b]` rows: pages in steps of a quarter of a power of two."""
+        pages = -(-needed // PAGE_SIZE)
+        width = bucket(int(pages.max()), LEAST_CAPACITY // PAGE_SIZE)
+        total = bucket(int(pages.reshape(groups, -1).sum(axis=1).max()), width) * groups
+        return cls(batch=len(needed), pages=total, width=width, drafts=drafts, groups=groups)
 
     @property
     def rows(self) -> int:
@@ -259,9 +281,12 @@ def allocate_pages(config: InklingConfig, shape: CacheShape, capacity: np.ndarra
 def cache_bytes(
     config: InklingConfig, batch: int, context: int, draft_tokens: int, dtype: str = "bfloat16"
 ) -> dict[str, int]:
-    """Bytes of the cache for `batch` sequences of `context` tokens, by part; "depths" is all of the drafting depths."""
-    width = -(-context // PAGE_SIZE)
-    shape = CacheShape(batch=batch, pages=batch * width, width=width, drafts=draft_tokens)
+    """Bytes of the cache for `batch` sequences of `context` tokens, by part; "depths" is all of the drafting depths.
+
+    In the sizes that are compiled for, which are a quarter larger at most and of up to twice as many sequences.
+    """
+    needed = np.where(np.arange(padded(batch)) < batch, context + draft_tokens + 1, 0)
+    shape = CacheShape.of(needed, draft_tokens)
     cache = jax.eval_shape(lambda: make_cache(config, shape, jnp.dtype(dtype)))
 
     def size(tree: Any) -> int:

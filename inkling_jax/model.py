@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
@@ -23,12 +24,12 @@ from .decode.request import Prompt, as_array, is_single, make_requests, token_id
 from .decode.session import Completion, Session, Statistics
 from .nn import abstract_parameters
 from .quantization import quantization_of
-from .sharding import MeshLike, make_mesh, shardings
+from .sharding import MeshLike, check_mesh, make_mesh, shardings
 from .tokenizer import Tokenizer
 
 DTYPES = ("bfloat16", "float32")
 QUANTIZATIONS = ("keep", "none")
-DEFAULT_DRAFTS = 4  # nano, 8 prompts, one H200, 2026-11-30: 3.1k, 3.5k, 4.0k, 3.9k tokens/s with 1, 2, 3, 4 drafts
+DEFAULT_DRAFTS = 4  # one sequence of nano on an H200: 9.7k, 11.5k, 13.4k tokens/s with 1, 2, 4 (docs/performance.md)
 # Rounds on the device between two looks of the host, or if they are more as many as take so many seconds.
 LOOK = 32, 0.2  # Ctrl-C and stop texts wait for no more
 PIECE = 4, 0.05  # of a stream, whose reader is waiting
@@ -72,7 +73,7 @@ class Generation(Sequence[Completion]):
         return self._only().tokens
 
     @property
-    def finish_reason(self) -> str:
+    def finish_reason(self) -> str | None:
         return self._only().finish_reason
 
     @property
@@ -174,9 +175,9 @@ class Inkling:
 
         Raises ValueError as `logits` does, for a depth that the model lacks, and for fewer than depth + 2 tokens.
         """
-        if isinstance(depth, bool) or not isinstance(depth, int) or not 0 <= depth < self.config.mtp_depths:
+        if isinstance(depth, bool) or not isinstance(depth, Integral) or not 0 <= depth < self.config.mtp_depths:
             raise ValueError(f"depth: expected 0 to {self.config.mtp_depths - 1}, found {depth!r}")
-        return self._teacher_forced(tokens, depth)
+        return self._teacher_forced(tokens, int(depth))
 
     def generate(
         self,
@@ -243,7 +244,7 @@ class Inkling:
     ) -> Session:
         depths = self.config.mtp_depths
         drafts = min(DEFAULT_DRAFTS, depths) if draft_tokens is None else draft_tokens
-        if isinstance(drafts, bool) or not isinstance(drafts, int) or not 0 <= drafts <= depths:
+        if isinstance(drafts, bool) or not isinstance(drafts, Integral) or not 0 <= drafts <= depths:
             raise ValueError(f"draft_tokens: expected 0 to {depths}, the model's MTP depths, found {draft_tokens!r}")
         requests = make_requests(
             prompts,
@@ -256,15 +257,15 @@ class Inkling:
             seed=seed,
             stop=stop,
         )
-        return Session(self._engine, requests, drafts, self.tokenizer)
+        return Session(self._engine, requests, int(drafts), self.tokenizer)
 
     def _teacher_forced(self, tokens: Any, depth: int | None) -> Array:
         ids = as_array(tokens, "tokens")
-        rows = [token_ids(row, self.config, "tokens") for row in (ids if ids.ndim == 2 else [ids])]
-        batch, length = len(rows), len(rows[0]) if rows else 0
+        rows = [token_ids(row, self.config, "tokens") for row in (ids if ids.ndim == 2 and ids.size else [ids])]
+        batch, length = len(rows), len(rows[0])
         wanted = length if depth is None else length - depth - 1
-        if wanted < 1:
-            raise ValueError(f"tokens: {length} of them give depth {depth} no row; give at least {(depth or 0) + 2}")
+        if depth is not None and wanted < 1:
+            raise ValueError(f"tokens: {length} of them give depth {depth} no row; give at least {depth + 2}")
         if length > self.config.max_context:
             raise ValueError(f"tokens: {length} exceed the model's context of {self.config.max_context}")
         depths = 0 if depth is None else depth + 1
@@ -339,16 +340,20 @@ def load(
         raise ValueError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, found {quantization!r}")
     devices = None if mesh is None else make_mesh(mesh)
     enable_cache()
-    directory = checkpoint.resolve(path)
-    config = InklingConfig.from_path(directory)
-    choose_implementation(config, implementation)  # before anything is read
-    packed = checkpoint.find_quantization(directory, config) if quantization == "keep" else None
-    abstract = abstract_parameters(config, dtype, packed)
-    if devices is not None:
-        where = shardings(config, devices, packed)
-        abstract = {path: spec.update(sharding=where[path]) for path, spec in abstract.items()}
+    with checkpoint.agreed(devices is not None and devices.is_multi_process):
+        config = InklingConfig.from_path(checkpoint.resolve(path, weights=False))
+        choose_implementation(config, implementation)  # before anything large is fetched or read
+        if devices is not None:
+            check_mesh(config, devices)
+        directory = checkpoint.resolve(path)
+        tokenizer = Tokenizer.from_directory(directory)
+        packed = checkpoint.find_quantization(directory, config) if quantization == "keep" else None
+        abstract = abstract_parameters(config, dtype, packed)
+        if devices is not None:
+            where = shardings(config, devices, packed)
+            abstract = {path: spec.update(sharding=where[path]) for path, spec in abstract.items()}
     params = checkpoint.load_parameters(directory, config, abstract, progress=progress)
-    return Inkling(config, params, Tokenizer.from_directory(directory), directory, implementation)
+    return Inkling(config, params, tokenizer, directory, implementation)
 
 
 def save(model: Inkling, path: str | os.PathLike[str], layout: FileLayout = "original", progress: bool = True) -> None:

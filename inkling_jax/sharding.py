@@ -44,15 +44,21 @@ MeshLike = Mapping[str, int] | Mesh | None
 def make_mesh(spec: MeshLike) -> Mesh:
     """A mesh with all three axes from sizes by name (missing ones are 1), another mesh, or None for one device.
 
-    Sizes take the first devices of the machine. Raises ValueError for an unknown axis, a size that is not an integer of
-    at least 1, and more devices than there are.
+    Sizes take the first devices of the machine, of all processes where there are several. Raises ValueError for an
+    unknown axis, a size that is not an integer of at least 1, more devices than there are, and a mesh over several
+    processes, or by sizes, that leaves one of them without a device.
     """
     if isinstance(spec, Mesh):
         _known(spec.axis_names)
+        if spec.empty:
+            raise ValueError("mesh: it has no devices")
+        _for_all(spec, "this mesh")
         order = [spec.axis_names.index(axis) for axis in AXES if axis in spec.axis_names]
         sizes = [spec.shape.get(axis, 1) for axis in AXES]
         return Mesh(spec.devices.transpose(order).reshape(sizes), AXES)
-    spec = spec or {}
+    spec = {} if spec is None else spec
+    if not isinstance(spec, Mapping):
+        raise ValueError(f'mesh: expected sizes as in {{"tensor": 2}} or a jax.sharding.Mesh, found {spec!r}')
     _known(spec)
     for axis, size in spec.items():
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
@@ -62,7 +68,21 @@ def make_mesh(spec: MeshLike) -> Mesh:
     if wanted > len(devices):
         asked = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size > 1)
         raise ValueError(f"mesh: {asked} takes {wanted} devices and this machine has {len(devices)}")
-    return Mesh(np.array(devices[:wanted]).reshape(sizes), AXES)
+    mesh = Mesh(np.array(devices[:wanted]).reshape(sizes), AXES)
+    if jax.process_count() > 1:
+        _for_all(mesh, " x ".join(map(str, sizes)), own=False)
+    return mesh
+
+
+def _for_all(mesh: Mesh, name: str, own: bool = True) -> None:
+    """Raises ValueError where a process has no device of a mesh, which may be the `own` one of a single process."""
+    having = {device.process_index for device in mesh.devices.flat}
+    left = set(range(jax.process_count())) - having
+    if left and not (own and len(having) == 1 and jax.process_index() in having):
+        raise ValueError(
+            f"mesh: {name} leaves process {min(left)} without a device: take devices of all {jax.process_count()} "
+            f"processes (there are {jax.device_count()} devices), or give each process a jax.sharding.Mesh of its own"
+        )
 
 
 def mesh_of(params: Mapping[str, Any]) -> Mesh | None:

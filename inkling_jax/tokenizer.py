@@ -11,20 +11,18 @@ from typing import Self
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
+from .errors import CheckpointError
+
 FILE_NAME = "tokenizer.json"
-
-
-class TokenizerError(ValueError):
-    """A tokenizer file that cannot be used, or a text or id that it cannot express."""
 
 
 class Tokenizer:
     """A byte-level tokenizer: any text has ids; `decode(encode(text)) == text` unless text spells a special token."""
 
     def __init__(self, library: tokenizers.Tokenizer, source: str = FILE_NAME):
-        """Raises TokenizerError where the decoder is not byte-level; `source` names the file in that message."""
+        """Raises CheckpointError where the decoder is not byte-level; `source` names the file in that message."""
         if "ByteLevel" not in repr(library.decoder):
-            raise TokenizerError(f"{source}: decoder must be ByteLevel, found {library.decoder!r}")
+            raise CheckpointError(f"{source}: decoder must be ByteLevel, found {library.decoder!r}")
         library.no_truncation()  # files made for training may carry a length limit: a prompt is never cut silently
         library.no_padding()
         self._library = library
@@ -35,7 +33,7 @@ class Tokenizer:
     def from_directory(cls, directory: str | Path) -> Self | None:
         """The tokenizer of a checkpoint directory, or None where it has no tokenizer.json.
 
-        Raises TokenizerError, naming the file, when it cannot be read.
+        Raises CheckpointError, naming the file, when it cannot be read.
         """
         path = Path(directory) / FILE_NAME
         if not path.is_file():
@@ -43,7 +41,7 @@ class Tokenizer:
         try:
             library = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{path}: not a tokenizer file: {error}") from error
+            raise CheckpointError(f"{path}: not a tokenizer file: {error}") from error
         return cls(library, str(path))
 
     @property
@@ -54,18 +52,18 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. A special token spelled in the text becomes that token, as chat formats need.
 
-        Raises TokenizerError for lone surrogates (bytes of a command line or file that are not UTF-8).
+        Raises ValueError for lone surrogates (bytes of a command line or file that are not UTF-8).
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise TokenizerError(f"text is not valid Unicode at character {error.start}: {error.reason}") from error
+            raise ValueError(f"text is not valid Unicode at character {error.start}: {error.reason}") from error
         return self._library.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids, special tokens and unused ids left out; bytes that are not UTF-8 become U+FFFD.
 
-        Raises TokenizerError for a negative id.
+        Raises ValueError for a negative id.
         """
         stream = self.stream()
         return stream.push(ids) + stream.flush()
@@ -78,7 +76,7 @@ class Tokenizer:
         """The bytes that one token adds to the text: none for a special token or an unused id."""
         if id not in self._pieces:
             if not 0 <= id < 2**31:
-                raise TokenizerError(f"token ids are 0 or more, found {id}")
+                raise ValueError(f"token ids are 0 or more, found {id}")
             token = None if id in self._special else self._library.id_to_token(id)
             self._pieces[id] = b"" if token is None else _token_bytes(token)
         return self._pieces[id]

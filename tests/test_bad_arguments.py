@@ -1,5 +1,6 @@
 """What `generate`, `stream`, `logits` and `load` refuse: one error that names the argument, before any work begins."""
 
+import shutil
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 import inkling_jax
-from inkling_jax import Inkling
+from inkling_jax import CheckpointError, Inkling, checkpoint
 from inkling_jax.decode import engine
 from tests import cyclic
 from tests.cyclic import CONFIG, END
@@ -59,6 +60,7 @@ BAD = [
     (dict(stop=END + 1), rf"^stop: token id {END + 1} is outside the vocabulary 0 .. {END}"),
     (dict(stop=-1), r"^stop: token id -1 is outside"),
     (dict(stop=1.5), r"^stop: expected text, a token id or a list of them, found 1.5"),
+    (dict(stop=b"abc"), r"^stop: expected text, a token id or a list of them, found b'abc'"),
     (dict(stop=[1.5]), r"^stop: expected a list of integers"),
     (dict(prompts=""), r"^prompt is empty"),
     (dict(prompts=[]), r"^prompt is empty"),
@@ -150,6 +152,7 @@ def test_a_cache_that_cannot_fit_is_refused(model, monkeypatch, what):
     [
         ([], r"^tokens is empty"),
         ([[]], r"^tokens is empty"),
+        (np.zeros((0, 3), int), r"^tokens is empty"),
         ([1, END + 1], rf"^tokens: token id {END + 1} is outside the vocabulary 0 .. {END}"),
         ([[1, 2], [3, -4]], r"^tokens: token id -4 is outside"),
         ([0.5], r"^tokens: expected a list of integers"),
@@ -176,6 +179,32 @@ def test_mtp_logits_refuse_a_depth_that_is_not_there(model, depth):
 def test_mtp_logits_need_a_row(model, depth):
     with pytest.raises(ValueError, match=rf"^tokens: {depth + 1} .*give at least {depth + 2}"):
         model.mtp_logits([1] * (depth + 1), depth)
+
+
+def test_whole_numbers_of_numpy_will_do(model, monkeypatch):
+    monkeypatch.undo()
+    expected = model.generate("a", 3, draft_tokens=1)
+    assert model.generate("a", np.int64(3), draft_tokens=np.int32(1)).tokens == expected.tokens
+    np.testing.assert_array_equal(model.mtp_logits([1, 2, 3], np.int64(0)), model.mtp_logits([1, 2, 3], 0))
+
+
+def test_load_refuses_before_it_reads_weights(tmp_path, monkeypatch):
+    """A tokenizer that is none, and a mesh that does not divide, before the weights of a hub id are even fetched."""
+    shutil.copytree(checkpoint.resolve("nano"), tmp_path / "nano")
+    (tmp_path / "nano" / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(checkpoint, "load_parameters", lambda *_, **__: pytest.fail("weights are read"))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer file"):
+        inkling_jax.load(tmp_path / "nano")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer file"):
+        checkpoint.inspect(tmp_path / "nano")
+
+    def resolve(path, weights=True):
+        assert not weights, "weights are fetched"
+        return tmp_path / "nano"
+
+    monkeypatch.setattr(checkpoint, "resolve", resolve)
+    with pytest.raises(ValueError, match=r"vocab_size = \d+ does not divide by 7"):
+        inkling_jax.load("owner/name", mesh={"tensor": 7})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "fp32", "int8", None])

@@ -251,14 +251,14 @@ def test_too_many_rows_are_refused(capacity):
 
 def test_bytes_are_those_of_the_arrays():
     parts = cache_bytes(CONFIG, batch=3, context=200, draft_tokens=2, dtype="bfloat16")
-    shape = CacheShape(batch=3, pages=12, width=4, drafts=2)  # 200 tokens are 4 pages of 64
+    shape = CacheShape(batch=4, pages=16, width=16, drafts=2)  # 3 x 4 pages of 64, in buckets
     cache = make_cache(CONFIG, shape, "bfloat16")
 
     def size(tree) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
     assert parts["total"] == size(cache.layers) + size(cache.depths)
-    assert parts["global_kv"] == 2 * 3 * 256 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
+    assert parts["global_kv"] == 2 * 16 * 64 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
     assert parts["local_kv"] == size(cache.layers[0].kv)
     assert parts["depths"] == size(cache.depths)
     assert parts["total"] == sum(value for name, value in parts.items() if name != "total")

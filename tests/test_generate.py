@@ -1,5 +1,6 @@
 """`Inkling` from prompts to completions: independence, settings, stopping, streaming, statistics, compilation."""
 
+import itertools
 from dataclasses import replace
 
 import jax
@@ -221,13 +222,21 @@ def test_pieces_are_whole_and_join_to_the_text(reciting, drafts, rounds, stop, m
         assert expected.text.startswith(shown), "a split character, or part of a stop text"
     assert shown == expected.text
     assert outcome(stream.completion) == outcome(expected[0])
-    if stop is None:  # else the rounds run past the stop text depend on when the host looks
-        assert stream.stats.rounds == expected.stats.rounds
+    assert (stream.stats.rounds, stream.stats.tokens) == (expected.stats.rounds, expected.stats.tokens)
 
 
 def test_pieces_come_one_by_one(reciting, monkeypatch):
     monkeypatch.setattr(model, "PIECE", (1, 0.0))
     assert list(reciting.stream("a", 60, 0)) == list(TEXT[1:])
+
+
+def test_a_stream_has_no_reason_to_end_before_it_ends(reciting, monkeypatch):
+    monkeypatch.setattr(model, "PIECE", (1, 0.0))
+    stream = reciting.stream("a", 5, 0)
+    assert stream.completion.finish_reason is None
+    next(stream)
+    assert (stream.completion.text, stream.completion.finish_reason) == ("b", None)
+    assert "".join(stream) == "cdef" and stream.completion.finish_reason == "length"
 
 
 def test_a_text_cut_inside_a_character_is_the_same_streamed(reciting):
@@ -259,6 +268,18 @@ def test_statistics_are_those_of_the_flags(reciting, drafts, new):
     for j, count in enumerate(accepted, start=1):
         assert 0 <= count - found.drafted.count(j) <= 1  # at most one accepted draft of a place was cut
     assert stats.prefill_seconds >= 0 and stats.decode_seconds > 0
+
+
+@pytest.mark.parametrize("drafts", COUNTS)
+@pytest.mark.parametrize("look", [(1, 0.0), (64, 0.0)])
+def test_what_ran_past_a_stop_text_is_not_counted(reciting, drafts, look, monkeypatch):
+    """Whenever the host looks: as many tokens as with the stop text, in the rounds that they take without one."""
+    monkeypatch.setattr(model, "LOOK", look)
+    found, whole = recite(reciting, drafts, stop="fgh"), recite(reciting, drafts)
+    assert found.text == TEXT[1 : TEXT.index("fgh")]
+    assert found.stats.tokens == len(found.tokens) + len("fgh")
+    rounds = itertools.accumulate((flag == 0 for flag in whole.drafted), initial=1)
+    assert found.stats.rounds == list(rounds)[found.stats.tokens - 1]
 
 
 def test_rejected_drafts_stand_where_they_were_turned_down(reciting):

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from inkling_jax.tokenizer import Tokenizer, TokenizerError
+from inkling_jax import CheckpointError
+from inkling_jax.tokenizer import Tokenizer
 
 END = "<|endoftext|>"
 PROSE = ["def f(x):\n    return x + 1\n", "naïve café 🙂🙂 東京 東京 ṩ ṩ", "the theme of them " * 3]
@@ -112,7 +113,7 @@ def test_a_directory_without_a_tokenizer_has_none(tmp_path):
 def test_a_broken_file_is_named(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
-    with pytest.raises(TokenizerError, match="tokenizer.json"):
+    with pytest.raises(CheckpointError, match="tokenizer.json"):
         Tokenizer.from_directory(tmp_path)
 
 
@@ -120,16 +121,16 @@ def test_a_broken_file_is_named(tmp_path, content):
 def test_a_decoder_that_is_not_byte_level_is_refused(tmp_path, decoder):
     content = json.loads(LIBRARY.to_str())
     (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"decoder": decoder}))
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json: decoder must be ByteLevel"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: decoder must be ByteLevel"):
         Tokenizer.from_directory(tmp_path)
 
 
 def test_text_that_is_not_unicode_is_refused():
-    with pytest.raises(TokenizerError, match="character 3"):
+    with pytest.raises(ValueError, match="character 3"):
         TOKENIZER.encode("abc\udcff")
 
 
 @pytest.mark.parametrize("id", [-1, 2**40])
 def test_impossible_ids_are_refused(id):
-    with pytest.raises(TokenizerError, match=str(id)):
+    with pytest.raises(ValueError, match=str(id)):
         TOKENIZER.decode([id])

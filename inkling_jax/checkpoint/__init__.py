@@ -6,7 +6,8 @@ from .converting import convert
 from .hub import resolve
 from .inspection import Inspection, PartSize, inspect
 from .names import FileLayout
-from .quantizing import quantize, quantized_layers
+from .processes import agreed
+from .quantizing import quantize
 from .read import find_quantization, load_parameters
 from .write import save_checkpoint, save_in_background
 
@@ -15,12 +16,12 @@ __all__ = [
     "FileLayout",
     "Inspection",
     "PartSize",
+    "agreed",
     "convert",
     "find_quantization",
     "inspect",
     "load_parameters",
     "quantize",
-    "quantized_layers",
     "resolve",
     "save_checkpoint",
     "save_in_background",

@@ -26,14 +26,14 @@ def resolve(path: str | os.PathLike[str], *, weights: bool = True) -> Path:
     `path` is a directory, "nano" for the bundled model, or a hub id ("owner/name"), which is downloaded (safetensors
     and JSON only; without `weights` just the JSON) or taken from the local cache. Raises `CheckpointError`.
     """
-    if path == BUNDLED:
+    if os.fspath(path) == BUNDLED:
         return Path(str(resources.files("inkling_jax") / BUNDLED))
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
     if directory.exists():
         raise CheckpointError(f"{directory}: expected the directory of a checkpoint, found a file")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
         raise CheckpointError(f"{directory}: no such directory")
     return _download(str(path), ["*.json", "*.safetensors"] if weights else ["*.json"])
 

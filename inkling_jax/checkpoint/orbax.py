@@ -4,7 +4,6 @@ A directory holds config.json, the tokenizer's files, `params`, which is Orbax's
 last and lists every file with its size.
 """
 
-import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -81,11 +80,13 @@ def open_orbax(directory: Path) -> Saved:
     import orbax.checkpoint.experimental.v1 as ocp  # half a second
 
     _check_files(directory)
+    found: Any = None
     try:
-        found: Any = ocp.metadata(_at(directory)).metadata
+        found = ocp.metadata(_at(directory)).metadata
         arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in found.items()}
     except Exception as error:  # of many kinds
-        raise CheckpointError(f"{directory / PARAMS}: not readable as an Orbax checkpoint: {error}") from None
+        reason = "its description of the arrays is damaged" if found is None else error
+        raise CheckpointError(f"{directory / PARAMS}: not readable as an Orbax checkpoint: {reason}") from None
     towers = {name: arrays.pop(name) for name in list(arrays) if is_tower(name)}
     return Saved(directory, arrays, towers)
 
@@ -125,14 +126,6 @@ def groups_of(sizes: Mapping[str, int]) -> Iterator[list[str]]:
         room -= size
     if group:
         yield group
-
-
-def together(what: str, operation: str) -> None:
-    """Wait until every process has come to the same point of the same operation, whatever else their devices do."""
-    if jax.process_count() > 1:
-        import orbax.checkpoint.experimental.v1 as ocp
-
-        asyncio.run(ocp.multihost.sync_global_processes(what, operation_id=operation, timeout=3600))
 
 
 def start_writing(directory: Path, params: Mapping[str, jax.Array]) -> Callable[[], None]:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from inkling_jax.config import InklingConfig
 from inkling_jax.errors import CheckpointError
 from inkling_jax.quantization import Quantization, quantization_of
+from inkling_jax.sharding import mesh_of
 from pallas_kernels.fp4 import BLOCK_OF, FP4, VALUES_A_WORD, dequantize
 
 from .files import list_tensors, progress_bar, read_into
@@ -22,6 +23,7 @@ from .names import VARIANTS, Shape, stored
 from .orbax import Saved, in_memory, is_orbax, open_orbax, read_params
 from .packed import LEAF_DTYPES, find_packed, layer_of
 from .plan import Packed, Plan, Source, make_plan
+from .processes import agreed
 from .windows import Window, merged, shape_of, whole, window_of, within
 
 log = logging.getLogger("inkling_jax")
@@ -73,10 +75,12 @@ def load_parameters(
     Raises `CheckpointError` listing everything that is missing, unexpected, misshapen, quantised or cut short, and
     ValueError where a sharding does not cut a parameter evenly, or cuts a block of 4-bit weights.
     """
-    directory = Path(directory)
-    _check_shardings(abstract)
-    source = _open_saved(directory, abstract) if is_orbax(directory) else open_checkpoint(directory, config, abstract)
-    _check_packed(directory, source.quantization, quantization_of(abstract))
+    directory, mesh = Path(directory), mesh_of(abstract)
+    with agreed(mesh is not None and mesh.is_multi_process):
+        _check_shardings(abstract)
+        opened = _open_saved(directory, abstract) if is_orbax(directory) else None
+        source = opened or open_checkpoint(directory, config, abstract)
+        _check_packed(directory, source.quantization, quantization_of(abstract))
     if source.towers:
         log.warning("%s: leaving out %d tensors of the vision and audio towers", directory, len(source.towers))
     if isinstance(source, Saved):

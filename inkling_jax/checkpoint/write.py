@@ -25,10 +25,12 @@ from . import packed
 from .files import DTYPES, INDEX, Outgoing, Spec, in_shards, progress_bar, watch_files, write_json, write_shards
 from .metadata import write_metadata
 from .names import FileLayout, Shape, Variant, stored
-from .orbax import start_writing, together, write_list
+from .orbax import start_writing, write_list
 from .packed import layer_of
+from .processes import PATIENCE, together
 
 MAX_SHARD_BYTES = 5 * 10**9
+SIGHT = 60  # seconds after which a process that does not see a new directory has given up
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -173,6 +175,7 @@ def new_directory(target: Path, shared: bool = False) -> Iterator[Path]:
             raise CheckpointError(
                 f"{new.parent}: process {jax.process_index()} does not see what the first writes there"
             )
+        _together("all processes see the directory", new, shared, SIGHT)
         yield new
         _together("end", new, shared)
         if first:
@@ -184,25 +187,34 @@ def new_directory(target: Path, shared: bool = False) -> Iterator[Path]:
         raise
 
 
-def _together(what: str, new: Path, shared: bool) -> None:
+def _together(what: str, new: Path, shared: bool, timeout: int = PATIENCE) -> None:
     if shared:
-        together(what, new.name)
+        together(what, new.name, timeout)
 
 
 def free_target(target: Path) -> Path:
-    """The real path of a directory to write, whose parent exists then. Raises `CheckpointError` where it is taken."""
-    target = Path(os.path.realpath(target))
+    """The real path of a directory to write, whose parent exists then.
+
+    Raises `CheckpointError` where it is taken, and where its parent cannot be made.
+    """
+    target = Path(os.path.realpath(target.expanduser()))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target}: exists and is not an empty directory; choose another or remove it")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{target.parent}: the directory cannot be made: {error.strerror}") from None
     return target
 
 
 def take_place(new: Path, target: Path) -> None:
-    """Put a finished directory where nothing, or an empty one, is."""
-    if target.exists():
-        target.rmdir()
-    new.rename(target)
+    """Put a finished directory where nothing, or an empty one, is. Raises `CheckpointError` where there is more now."""
+    try:
+        if target.exists():
+            target.rmdir()
+        new.rename(target)
+    except OSError as error:
+        raise CheckpointError(f"{target}: taken by something else meanwhile: {error.strerror}") from None
 
 
 def outgoing_tensors(

@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from pallas_kernels import Implementation, resolve
 
-from ..cache import PAGE_SIZE, Cache, CacheShape, Ring, allocate_pages, make_cache, specs
+from ..cache import Cache, CacheShape, Ring, allocate_pages, bucket, make_cache, padded, specs
 from ..config import InklingConfig
 from ..nn import InklingModel
 from ..quantization import quantization_of
@@ -36,16 +36,7 @@ PREFILL_CHUNKS = (32, 128, 512)
 LARGE_CHUNKS = (2048, 8192)  # on the kernels: there a step of 512 rows waits for the weights of the experts
 CAPTURED = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "COLLECTIVES")
 """What XLA captures of a loop with collectives (`_loop_options`): all but loops and branches."""
-LEAST_CAPACITY = 1024
 LEAST_STOPS = 16
-
-
-def bucket(n: int, least: int) -> int:
-    """The next size at or above n in steps of a quarter of a power of two: at most a quarter is wasted."""
-    if n <= least:
-        return least
-    step = max(1, 1 << ((n - 1).bit_length() - 3))
-    return -(-n // step) * step
 
 
 def chunk_sizes(implementation: Implementation, batch: int) -> list[int]:
@@ -169,9 +160,14 @@ class Engine:
         """Over how many devices the sequences of a batch are split."""
         return 1 if self.mesh is None else parts_of(self.mesh, TABLE["batch"])
 
+    @property
+    def shared(self) -> bool:
+        """Whether the devices belong to several processes."""
+        return self.mesh is not None and self.mesh.is_multi_process
+
     def batch(self, sequences: int) -> int:
         """How many sequences a batch is padded to: on every device of the data axis a power of two."""
-        return self.groups * (1 << (-(-sequences // self.groups) - 1).bit_length())
+        return self.groups * padded(-(-sequences // self.groups))
 
     def place(self, array: np.ndarray) -> Array:
         """An array [B, ...] of the host on the devices, each with its own sequences."""
@@ -189,10 +185,7 @@ class Engine:
 
     def shape(self, needed: np.ndarray, drafts: int) -> CacheShape:
         """The bucket of cache sizes for sequences of `needed[b]` rows."""
-        pages = -(-needed // PAGE_SIZE)
-        width = bucket(int(pages.max()), LEAST_CAPACITY // PAGE_SIZE)
-        total = bucket(int(pages.reshape(self.groups, -1).sum(axis=1).max()), width) * self.groups
-        return CacheShape(batch=len(needed), pages=total, width=width, drafts=drafts, groups=self.groups)
+        return CacheShape.of(needed, drafts, self.groups)
 
     def cache(self, shape: CacheShape, needed: np.ndarray) -> Cache:
         """An empty cache with pages allocated for `needed[b]` rows of each sequence."""

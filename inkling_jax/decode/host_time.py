@@ -75,6 +75,8 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, default=4, choices=range(TOY.mtp_depths + 1), metavar="0..8")
     parser.add_argument("--calls", type=int, default=50)
     arguments = parser.parse_args()
+    if arguments.calls < 1:
+        parser.error(f"argument --calls: {arguments.calls} is less than 1")
     passed, busy, parameters, state = measure(arguments.draft_tokens, arguments.calls)
     print(
         f"{1e3 * statistics.median(passed):.2f} ms a call, {1e3 * statistics.median(busy):.2f} ms of them busy "

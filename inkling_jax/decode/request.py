@@ -151,7 +151,7 @@ def _stops(stop: Any, count: int, config: InklingConfig) -> list[tuple[tuple[int
     """Stop ids (end tokens first) and stop texts of each prompt; `stop` holds for all unless its items are lists."""
     if stop is None or isinstance(stop, (str, numbers.Integral)):
         stop = [] if stop is None else [stop]
-    if not isinstance(stop, Iterable):
+    if not isinstance(stop, Iterable) or isinstance(stop, (bytes, bytearray)):
         raise ValueError(f"stop: expected text, a token id or a list of them, found {stop!r}")
     per_prompt = list(stop)
     if not any(item is None or isinstance(item, (list, tuple)) for item in per_prompt):

@@ -22,14 +22,14 @@ class Completion:
 
     text: the new text, None for a checkpoint without a tokenizer. tokens: the new ids; the end token and what
     belongs to a stop text are left out. finish_reason: "stop" at an end token, stop id or stop text, "length" at
-    max_new_tokens.
+    max_new_tokens, None of a stream that goes on.
     drafted: for each token 0 if the target supplied it, j if it was the accepted draft j of its round. rejected:
     for each token the draft that was turned down in its favour, or None.
     """
 
     text: str | None
     tokens: list[int]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length"] | None
     drafted: list[int]
     rejected: list[int | None]
 
@@ -38,6 +38,8 @@ class Completion:
 class Statistics:
     """Figures of a whole batch. Rounds and tokens are summed over its sequences; compiling is in neither time.
 
+    tokens: the new ones, with the end token or the stop text that ended a sequence. rounds: those that made them; the
+    few that ran on before a stop text was seen are in the time and in the acceptance only.
     acceptance: by draft position, the share of rounds that accepted it among those that offered it (nan where none
     did).
     """
@@ -63,10 +65,9 @@ class _Text:
     tokens: int = 0
 
 
-def find_stop(text: str, stops: tuple[str, ...]) -> int | None:
-    """Where the stop text begins that is complete first, so that it does not matter how much text came at once."""
-    found = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
-    return min(found)[1] if found else None
+def find_stop(text: str, stops: tuple[str, ...]) -> tuple[int, int] | None:
+    """Where the stop text ends, and begins, that is complete first: how much text came at once does not matter."""
+    return min(((place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0), default=None)
 
 
 class Session:
@@ -94,9 +95,11 @@ class Session:
     def advance(self, rounds: int, seconds: float = 0.0) -> None:
         """Runs up to `rounds` rounds, or as many as should take `seconds` if they are more, and looks at what came out.
 
-        A call costs the host milliseconds, whatever it runs. Raises FloatingPointError at NaN logits.
+        A call costs the host milliseconds, whatever it runs. Several processes must all run the same number of rounds,
+        and their clocks differ: there it is `rounds`. Raises FloatingPointError at NaN logits.
         """
-        rounds = max(rounds, int(seconds / self._pace))
+        if not self._engine.shared:
+            rounds = max(rounds, int(seconds / self._pace))
         before = self._seconds["decode"]
         with self._timed("decode", f"the decoding loop with {self._drafts} drafts"):
             self._state = self._engine.decode(
@@ -157,16 +160,33 @@ class Session:
         return known.text
 
     def _apply_stop_texts(self) -> None:
-        """Ends sequences whose text holds one of their stop texts. The rounds run past it are cut away."""
-        found = False
+        """Ends sequences whose text holds one of their stop texts. What was made past it is cut away."""
+        rounds, found = self._host("rounds").copy(), False
         for b, request in enumerate(self.requests):
-            if request.stop_texts and b not in self._cut:
-                place = find_stop(self.text(b), request.stop_texts)
-                if place is not None:
-                    found, self._cut[b] = True, place
+            if not request.stop_texts or b in self._cut:
+                continue
+            stop = find_stop(self.text(b), request.stop_texts)
+            if stop is not None:
+                first = len(request.tokens)
+                made = self._tokens_until(b, stop[0])
+                drafted = self._host("drafted")[b, first : first + made - 1]
+                self._cut[b], found = stop[1], True
+                self._length[b], self._status[b] = first + made, STOPPED
+                rounds[b] = 1 + np.count_nonzero(drafted == 0)  # each but the last ends with a token of the target
         if found:
-            self._status[list(self._cut)] = STOPPED
-            self._state = replace(self._state, status=self._engine.place(self._status))
+            arrays = {"status": self._status, "length": self._length, "rounds": rounds}
+            self._seen["rounds"] = rounds
+            self._state = replace(self._state, **{name: self._engine.place(a) for name, a in arrays.items()})
+
+    def _tokens_until(self, b: int, end: int) -> int:
+        """How many new tokens of a sequence make the first `end` characters of its text."""
+        assert self._tokenizer is not None
+        decoder, characters, tokens = self._tokenizer.stream(), 0, self.new_tokens(b)
+        for made, token in enumerate(tokens, start=1):
+            characters += len(decoder.push([token]))
+            if characters >= end:
+                return made
+        return len(tokens)
 
     def completion(self, b: int) -> Completion:
         tokens = self.new_tokens(b)
@@ -180,7 +200,7 @@ class Session:
         return Completion(
             text=text,
             tokens=tokens,
-            finish_reason="stop" if self._status[b] == STOPPED else "length",
+            finish_reason={STOPPED: "stop", RUNNING: None}.get(int(self._status[b]), "length"),
             drafted=self._host("drafted")[b, span].tolist(),
             rejected=[None if token < 0 else token for token in rejected],
         )

@@ -42,7 +42,7 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Settings:
-    """Per-sequence settings, all arrays: another value compiles nothing.
+    """Per-sequence settings, all arrays: another value compiles nothing (more than 16 stop ids do).
 
     temperature: float32 [B], 0 for greedy. top_k: int32 [B], the vocabulary size for none. top_p: float32 [B], 1
     for none.

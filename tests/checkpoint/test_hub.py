@@ -22,6 +22,7 @@ def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bundled() -> None:
     assert resolve("nano").parts[-2:] == ("inkling_jax", "nano")
+    assert resolve(Path("nano")) == resolve("nano")
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -30,6 +31,13 @@ def test_nothing_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file: expected the directory of a checkpoint, found a file"):
         resolve(tmp_path / "file")
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "../nowhere"])
+def test_a_path_is_no_hub_id(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(CheckpointError, match="nowhere: no such directory$"):
+        resolve(path)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,6 +20,8 @@ jax.config.update("jax_num_cpu_devices", 4)
 port, index, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 jax.distributed.initialize(f"localhost:{port}", 2, index)
 from inkling_jax.checkpoint import CheckpointError, files, load_parameters, save_checkpoint, save_in_background
+from inkling_jax.checkpoint import agreed, write
+from inkling_jax.sharding import make_mesh
 from tests.checkpoint.test_orbax import CONFIG, PARAMS, on
 
 read = 0
@@ -52,6 +55,31 @@ for layout, words in (("original", "several processes can be saved as orbax only
         assert words in str(error), error
     else:
         raise AssertionError(layout)
+
+def expect(words, kind, call):
+    try:
+        call()
+    except kind as error:
+        assert words[index] in str(error), error
+    else:
+        raise AssertionError(words)
+
+own = directory / str(index)  # as on two machines that do not share a disk
+own.mkdir()
+if index == 0:
+    (own / "original").symlink_to(directory / "original")
+lacks = f"{directory / '1' / 'original'}: "
+def load_own():
+    load_parameters(own / "original", CONFIG, on({"tensor": 8}), progress=False)
+expect([f"process 1: {lacks}", lacks], CheckpointError, load_own)
+write.SIGHT = 5
+unseen = ["another process did not come as far in 5 s", "process 1 does not see what the first writes there"]
+expect(unseen, CheckpointError, lambda: save_checkpoint(own / "saved", CONFIG, params, layout="orbax"))
+with agreed(True):
+    pass
+expect(["4 x 1"] * 2, ValueError, lambda: make_mesh({"expert": 4, "tensor": 1}))
+expect(["leaves process 1 without a device"] * 2, ValueError, lambda: make_mesh({"tensor": 4}))
+assert make_mesh(jax.sharding.Mesh(np.array(jax.local_devices()), ("tensor",))).size == 4
 """
 
 
@@ -70,9 +98,10 @@ def test_two_processes(tmp_path: Path) -> None:
     ]
     printed = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
-    told = [json.loads(text.splitlines()[0]) for text in printed]
+    told = [json.loads(re.search(r"^{.*}$", text, re.MULTILINE)[0]) for text in printed]
     total = sum(array.nbytes for array in tensors.values())
     for one in told:  # half of the experts; of what is split over tensor the first half of the devices hold all
         assert one["read"] <= total - one["experts"] // 2
     assert sum(one["experts"] for one in told) == 2 * told[0]["experts"] > 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "original", "two"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "one", "original", "two"]
+    assert [path.name for path in (tmp_path / "0").iterdir()] == ["original"]

@@ -155,6 +155,25 @@ def test_parameters_that_do_not_fit_are_listed_together(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_target_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert write_module.free_target(Path("~/saved/model")) == tmp_path.resolve() / "saved" / "model"
+
+
+def test_a_target_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file: the directory cannot be made: File exists"):
+        write_module.free_target(tmp_path / "file" / "model")
+
+
+def test_a_target_taken_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    taken = pytest.raises(CheckpointError, match="model: taken by something else meanwhile")
+    with taken, write_module.new_directory(tmp_path / "model"):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "theirs").write_text("")
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "theirs"]
+
+
 def test_unknown_layout(tmp_path: Path) -> None:
     bad: Any = "gguf"
     with pytest.raises(ValueError, match="layout"):

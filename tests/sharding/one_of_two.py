@@ -18,7 +18,7 @@ def completions(steps) -> list[list[int]]:
     prompts = [reference.random_tokens(CONFIG, length, seed) for seed, length in enumerate(PROMPTS)]
     session = Session(steps, [request(tokens, NEW) for tokens in prompts], DRAFTS, None)
     while not session.finished:
-        session.advance(4)
+        session.advance(4, seconds=60.0 * jax.process_index())  # as if one process had the faster clock
     return [session.completion(b).tokens for b in range(len(PROMPTS))]
 
 

@@ -71,6 +71,9 @@ def test_a_mesh_of_ones_own_gets_the_missing_axes():
         ({"tensor": 0}, r"mesh: tensor = 0; expected an integer of at least 1"),
         ({"tensor": True}, r"mesh: tensor = True; expected an integer"),
         ({"expert": 2.0}, r"mesh: expert = 2.0; expected an integer"),
+        ("tensor=2", r"mesh: expected sizes as in \{\"tensor\": 2\} or a jax.sharding.Mesh, found 'tensor=2'"),
+        (2, r"mesh: expected sizes as in .*, found 2"),
+        (Mesh(np.array([], dtype=object), ("tensor",)), r"mesh: it has no devices"),
         ({"tensor": 4096, "expert": 2}, r"mesh: expert=2, tensor=4096 takes 8192 devices and this machine has \d+"),
     ],
 )
