@@ -1,4 +1,4 @@
-"""What a model takes of each device of a mesh: memory, and the bytes that a round of decoding reads.
+"""What a model takes of each device of a mesh: memory, and the bytes that a round of decoding reads and sends.
 
 Computed from shapes and the sharding table alone: the devices need not exist, and nothing is allocated.
 """
@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
-from .cache import cache_bytes
+from .cache import cache_bytes, padded
+from .collectives import GATHERED, WHOLE_ROWS
 from .config import InklingConfig
 from .nn import abstract_parameters
-from .quantization import Quantization
+from .quantization import Format, Quantization
 from .sharding import AXES, shardings
 
 HEADROOM = 0.9  # of a device's memory; the rest is for activations, the compiler's scratch space and the runtime
@@ -62,7 +63,8 @@ class Traffic:
 class DevicePlan:
     """One device's share. `sequences` of the batch are its own; `hit` is how many of a layer's experts are hit there.
 
-    `weights` and `cache` are bytes; the cache is by part, as in `cache_bytes`.
+    `weights` and `cache` are bytes; the cache is by part, as in `cache_bytes`. `received` is what other devices send it
+    in a round, in bytes.
     """
 
     mesh: dict[str, int]
@@ -73,6 +75,7 @@ class DevicePlan:
     cache: dict[str, int]
     hit: float
     traffic: Traffic
+    received: int
 
     @property
     def memory(self) -> int:
@@ -98,7 +101,7 @@ class DevicePlan:
 def plan(
     config: InklingConfig,
     mesh: Mapping[str, int] | None = None,
-    quantization: Quantization | None = None,
+    quantization: Format | Quantization | None = None,
     batch: int = 1,
     context: int | None = None,
     draft_tokens: int = 0,
@@ -106,18 +109,25 @@ def plan(
 ) -> DevicePlan:
     """What each device of a mesh of any size holds and reads, for `batch` sequences of `context` tokens (up to 8192).
 
-    `mesh` has sizes by axis, as for `load`. Experts are taken to be hit uniformly: of a layer's E, a round of n rows
-    that choose k each hits E (1 - (1 - k/E)^n). Sequences that do not divide over the data axis are rounded up.
+    `mesh` has sizes by axis, as for `load`; `quantization` is "nvfp4" or "mxfp4" for experts in 4 bits, in the layers
+    that `quantize` would choose; `dtype` is "bfloat16" or "float32", of the rest and of the cache. Experts are taken to
+    be hit uniformly: of a layer's E, a round of n rows that choose k each hits E (1 - (1 - k/E)^n). Sequences fill one
+    device of the data axis after the other; the plan is of the first.
 
-    Raises ValueError where the mesh has another axis or does not divide the model, and for numbers out of range.
+    Raises ValueError where the mesh has another axis or does not divide the model, for another dtype or format, for a
+    model without layers to hold in 4 bits, and for numbers out of range.
     """
     sizes = _sizes(mesh or {})
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"dtype = {dtype!r}; expected bfloat16 or float32")
+    if isinstance(quantization, str):
+        quantization = Quantization.of_model(config, quantization)
     context = min(8192, config.max_context) if context is None else context
     _in_range("batch", batch, 1, None)
     _in_range("context", context, 1, config.max_context)
     _in_range("draft_tokens", draft_tokens, 0, config.mtp_depths)
     here = held(config, sizes, quantization, dtype)
-    sequences = -(-batch // sizes["data"])
+    sequences = min(batch, padded(-(-batch // sizes["data"])))
     chosen = 1 - (1 - config.experts_per_token / config.num_experts) ** (sequences * (draft_tokens + 1))
     own = own_heads(config, sizes["tensor"])
     return DevicePlan(
@@ -129,6 +139,7 @@ def plan(
         cache=cache_bytes(own, sequences, context, draft_tokens, dtype),
         hit=chosen * config.num_experts / sizes["expert"],
         traffic=_traffic(own, here, chosen, sequences, context, draft_tokens, jnp.dtype(dtype).itemsize),
+        received=_received(config, sizes, padded(sequences), draft_tokens, jnp.dtype(dtype).itemsize),
     )
 
 
@@ -190,6 +201,24 @@ def _traffic(
     local = [own.is_local(i) for i in range(own.num_layers)] + [own.mtp_is_local(d) for d in range(drafts)]
     kv = sum(_kv_elements(own, kind, context) for kind in local) * sequences * itemsize
     return Traffic(sums["dense"], round(chosen * sums["experts"]), sums["head"], sums["depths"], kv)
+
+
+def _received(config: InklingConfig, sizes: Mapping[str, int], batch: int, drafts: int, itemsize: int) -> int:
+    """The sums of all branches and the depths' inputs, as `collectives` moves them; what logits exchange is nothing."""
+    rows = batch * (drafts + 1)
+    numbers = rows * config.hidden_size
+    heads, all_parts = sizes["tensor"], sizes["tensor"] * sizes["expert"]
+
+    def summed(parts: int, size: int = 4) -> float:
+        others = (parts - 1) / parts
+        if rows > WHOLE_ROWS:
+            return 2 * others * numbers * itemsize
+        return (parts - 1) * numbers * size if parts * numbers <= GATHERED else 2 * others * numbers * 4
+
+    dense, mixtures = len(config.dense_layers) + drafts, config.num_layers - len(config.dense_layers)
+    branches = (dense + mixtures) * summed(heads) + dense * summed(all_parts)
+    branches += mixtures * summed(all_parts, itemsize if sizes["expert"] == 1 else 4)
+    return round(branches + drafts * (all_parts - 1) / all_parts * numbers * itemsize)
 
 
 def _kv_elements(own: InklingConfig, local: bool, context: int) -> int:

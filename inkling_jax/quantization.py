@@ -29,6 +29,19 @@ class Quantization:
             raise ValueError(f"layers: expected ids of layers, found {self.layers!r}")
         object.__setattr__(self, "layers", tuple(sorted(set(self.layers))))
 
+    @classmethod
+    def of_model(cls, config: "InklingConfig", format: Format) -> "Quantization":
+        """What `quantize` makes of a model: all layers with routed experts but the first, as the published ones.
+
+        Raises ValueError for another format, where there is no such layer, and as `check` does.
+        """
+        quantization = cls(format, tuple(i for i in range(config.num_layers) if not config.is_dense(i))[1:])
+        if not quantization.layers:
+            only = "the first layer with routed experts stays as it is, and there is no other"
+            raise ValueError(f"nothing to hold in 4 bits: {only}")
+        quantization.check(config)
+        return quantization
+
     def of_layer(self, i: int) -> Format | None:
         """The format of layer `i`'s routed experts, None where they are not quantised."""
         return self.format if i in self.layers else None

@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from inkling_jax import plan
 from inkling_jax.cache import cache_bytes
-from inkling_jax.checkpoint import quantized_layers
 from inkling_jax.config import InklingConfig
+from inkling_jax.decode.engine import Engine
 from inkling_jax.nn import abstract_parameters
 from inkling_jax.planning import GPUS
 from inkling_jax.quantization import Quantization
@@ -36,7 +37,7 @@ def test_published_figures_of_inkling_small() -> None:
 
 def test_published_figures_of_inkling_in_4_bits() -> None:
     config = InklingConfig.from_name("inkling")
-    read = plan(config, quantization=Quantization("nvfp4", quantized_layers(config))).traffic
+    read = plan(config, quantization="nvfp4").traffic
     assert round((read.dense + read.experts + read.head) / 1e9, 1) == 48.9
 
 
@@ -65,6 +66,16 @@ def test_a_device_of_eight_by_hand() -> None:
     assert found.traffic.kv == 2 * 2 * 2 * 4 * 128 * ((35 + 2) * 512 + (7 + 1) * 4096)
 
 
+def test_what_devices_send_by_hand() -> None:
+    """42 layers of 4096, 2 of them dense; sums in float32 but for experts that `expert` does not split."""
+    assert plan(SMALL, {"data": 4}, batch=8, draft_tokens=3).received == 0
+    assert plan(SMALL, {"tensor": 2}).received == 4096 * (42 * 4 + 2 * 4 + 40 * 2)
+    with_drafts = plan(SMALL, {"tensor": 2, "expert": 4}, batch=3, draft_tokens=1)  # 4 sequences, 2 rows each
+    assert with_drafts.received == 8 * 4096 * (43 * 4 + 7 * 43 * 4) + 8 * 4096 * 2 * 7 // 8
+    assert plan(SMALL, {"tensor": 4}, batch=128).received == 2 * 84 * 128 * 4096 * 4 * 3 // 4  # too many to gather
+    assert plan(SMALL, {"tensor": 4}, batch=512).received == 2 * 84 * 512 * 4096 * 2 * 3 // 4  # scattered
+
+
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 8}, {"expert": 4, "tensor": 2}, {"data": 2, "tensor": 4}], ids=str)
 @pytest.mark.parametrize("format", [None, "nvfp4"])
 def test_weights_are_those_that_lie_on_each_device(sizes: dict[str, int], format: Any) -> None:
@@ -89,6 +100,36 @@ def test_the_cache_of_a_device() -> None:
     four = plan(TINY, {"tensor": 4}, batch=4, context=200).cache
     assert 4 * four["global_kv"] == whole["global_kv"] and 2 * four["local_kv"] == whole["local_kv"]
     assert plan(TINY, {"tensor": 8}, batch=4, context=200).cache["global_kv"] == four["global_kv"]
+
+
+@pytest.mark.parametrize("batch", [4, 5])
+@pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"tensor": 2}], ids=str)
+def test_the_cache_is_what_an_engine_allocates(sizes, batch) -> None:
+    """But for the page tables, two of 32-bit numbers."""
+    config = replace(TINY, max_context=2048)
+    steps = Engine(config, abstract_parameters(config, "bfloat16"), "bfloat16", mesh=make_mesh(sizes))
+    needed = np.where(np.arange(steps.batch(batch)) < batch, 1500 + 1 + 1, 0)
+    shape = steps.shape(needed, 1)
+    tables = 2 * 4 * shape.batch * shape.width // sizes.get("data", 1)
+    planned = plan(config, sizes, batch=batch, context=1500, draft_tokens=1).cache["total"]
+    assert steps.cache_bytes(shape) == planned + tables
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_a_format_is_that_of_quantize(format) -> None:
+    assert plan(SMALL, quantization=format) == plan(SMALL, quantization=Quantization(format, tuple(range(3, 42))))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(quantization="int4"), "format: expected nvfp4 or mxfp4, found 'int4'"),
+        (dict(dtype="foo"), "dtype = 'foo'; expected bfloat16 or float32"),
+    ],
+)
+def test_no_plan_of_these(wrong, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(SMALL, **wrong)
 
 
 def test_drafts_take_cache_and_traffic_and_no_weights() -> None:

@@ -16,7 +16,7 @@ import jaxlib
 from pallas_kernels import Implementation
 from pallas_kernels.bench import copy_rate
 
-from ..checkpoint import quantized_layers, resolve
+from ..checkpoint import resolve
 from ..compilation import enable_cache
 from ..config import PRESETS, ConfigError, InklingConfig
 from ..decode.engine import Engine, choose_implementation
@@ -98,7 +98,8 @@ def bench(
     }
     work = [("decode", point) for point in points if "decode" in parts]
     work += [(part, (length, first)) for part in PARTS[1:] if part in parts for length in prompts[part]]
-    devices, packed = None if mesh is None else make_mesh(mesh), _quantization(config, quantization)
+    devices = None if mesh is None else make_mesh(mesh)
+    packed = None if quantization is None else Quantization.of_model(config, quantization)
     if devices is not None:
         check_mesh(config, devices, packed)
 
@@ -179,17 +180,6 @@ def _cache(engine: Engine, effort: measure.Effort, part: str, sizes: tuple[int, 
     """Bytes of a row's cache on a device."""
     sequences, context, drafts = sizes if part == "decode" else (1, *sizes)
     return measure.cache_bytes(engine, effort, sequences, context, drafts)
-
-
-def _quantization(config: InklingConfig, format: Format | None) -> Quantization | None:
-    """Raises ValueError for another format, and for a model that cannot be held in it."""
-    if format is None:
-        return None
-    quantization = Quantization(format, quantized_layers(config))
-    if not quantization.layers:
-        raise ValueError("quantization: the first layer with routed experts stays as it is, and there is no other")
-    quantization.check(config)
-    return quantization
 
 
 def _check(config: InklingConfig, *, dtype: str, parts: Sequence[str], rounds: int, windows: int) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from inkling_jax.config import InklingConfig
 from inkling_jax.errors import CheckpointError
 from inkling_jax.quantization import FORMATS, Format, Quantization
 
@@ -49,7 +48,7 @@ def quantize(
         raise CheckpointError(f"format = {format!r}: expected {' or '.join(FORMATS)}")
     source = Original.open(resolve(src))
     quantization = _choose(source, format)
-    target = free_target(Path(dst).expanduser())
+    target = free_target(Path(dst))
     tensors = source.outgoing("original", quantization)
     shards = in_shards(tensors, max_shard_bytes)
     work = target.parent / f".{target.name}-unfinished"
@@ -83,22 +82,11 @@ def _alone_in(directory: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def quantized_layers(config: InklingConfig) -> tuple[int, ...]:
-    """All layers with routed experts but the first, as the published checkpoints have it."""
-    return tuple(i for i in range(config.num_layers) if not config.is_dense(i))[1:]
-
-
 def _choose(source: Original, format: Format) -> Quantization:
-    layers = quantized_layers(source.config)
-    if not layers:
-        what = "the first layer with routed experts stays as it is, and there is no other"
-        raise CheckpointError(f"{source.directory}: nothing to quantise: {what}")
-    quantization = Quantization(format, layers)
     try:
-        quantization.check(source.config)
+        return Quantization.of_model(source.config, format)
     except ValueError as error:
         raise CheckpointError(f"{source.directory}: {error}") from None
-    return quantization
 
 
 def _task(source: Original, format: Format, shards: list[list[Outgoing]]) -> str:

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from inkling_jax.cache import cache_bytes
-from inkling_jax.checkpoint import Inspection, inspect, quantized_layers
+from inkling_jax.checkpoint import Inspection, inspect
 from inkling_jax.config import PRESETS, InklingConfig
 from inkling_jax.nn import abstract_parameters
 from inkling_jax.planning import GPUS, DevicePlan, plan
@@ -95,9 +95,7 @@ def _wanted(config: InklingConfig, found: Quantization | None, asked: str | None
         return found
     if asked == "none":
         return None
-    quantization = Quantization("nvfp4" if asked == "nvfp4" else "mxfp4", quantized_layers(config))
-    quantization.check(config)
-    return quantization
+    return Quantization.of_model(config, "nvfp4" if asked == "nvfp4" else "mxfp4")
 
 
 def _planned(plans: list[DevicePlan]) -> list[str]:
@@ -119,6 +117,7 @@ def _planned(plans: list[DevicePlan]) -> list[str]:
         "keys and values": lambda p: p.traffic.kv,
         "total": lambda p: p.traffic.total,
         "total for each sequence": lambda p: p.traffic.total / p.sequences,
+        "from other devices": lambda p: p.received,
     }
     gpus = [("", "memory", *(f"{one.draft_tokens} drafts: fits, least ms a round" for one in plans))]
     for name, gpu in GPUS.items():

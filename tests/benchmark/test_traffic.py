@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from inkling_jax.benchmark.traffic import decode_bytes, part, prefill_bytes, prefill_flops, uniform_hits
-from inkling_jax.checkpoint import quantized_layers
 from inkling_jax.config import InklingConfig
 from inkling_jax.nn import abstract_parameters
 from inkling_jax.quantization import Quantization
@@ -119,6 +118,6 @@ def test_a_device_of_a_mesh_reads_its_part():
 def test_inkling_small_in_4_bits_over_two_cards():
     """13.9 GB a token at one sequence: 1.6 ms over two H200s at 4.3 TB/s of copying (issue figures of the layout)."""
     config = InklingConfig.from_name("inkling-small")
-    packed = Quantization("nvfp4", quantized_layers(config))
+    packed = Quantization.of_model(config, "nvfp4")
     sizes = decode_bytes(config, "bfloat16", 1, 1024, 0, [6] * 40, {"tensor": 2}, packed)
     assert 2 * sum(sizes.values()) == pytest.approx(13.9e9, rel=0.03)

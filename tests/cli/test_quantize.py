@@ -94,7 +94,7 @@ def test_refusals(command, wide, checkpoint, tmp_path):
     assert_one_error(command("quantize", wide, tmp_path / "new", "--format", "int4"), "argument --format")
     assert_one_error(command("quantize", wide, wide, "--format", "nvfp4"), "exists and is not an empty directory")
     narrow = command("quantize", checkpoint, tmp_path / "new", "--format", "nvfp4")
-    assert_one_error(narrow, "nothing to quantise: the first layer with routed experts stays as it is")
+    assert_one_error(narrow, "nothing to hold in 4 bits: the first layer with routed experts stays as it is")
     assert not list(tmp_path.iterdir())
 
 
