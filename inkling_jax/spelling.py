@@ -181,8 +181,8 @@ def _widths(text: Section, spelling: Layout) -> tuple[Any, Any]:
 
 def _layer_kinds(text: Section, spelling: Layout, count: Any) -> dict[str, Any]:
     """Which layers are local and which dense, from ids or from a list of kinds; both may stand there if they agree."""
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise ConfigError(f"num_hidden_layers = {count!r}: expected an integer")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"num_hidden_layers = {count!r}: expected an integer of at least 1")
     local = _agreed("local_layer_ids", _ids(text, "local_layer_ids"), "layer_types", _typed(text, "layer_types", count))
     dense = _agreed("dense_mlp_idx", _prefix(text, count), "mlp_layer_types", _typed(text, "mlp_layer_types", count))
     if spelling == "original" and (local is None or dense is None):

@@ -221,6 +221,8 @@ BAD_TEXT = [
     ({"hidden_size": 32.0}, "hidden_size = 32.0.*integer"),
     ({"hidden_size": True}, "hidden_size = True.*integer"),
     ({"num_hidden_layers": "5"}, "num_hidden_layers.*'5'"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers = 0: expected an integer of at least 1"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers = -1: expected an integer of at least 1"),
     ({"sliding_window_size": 0}, "sliding_window_size.* = 0"),
     ({"route_scale": math.nan}, "route_scale = nan.*finite"),
     ({"route_scale": "8"}, "route_scale = '8'.*number"),

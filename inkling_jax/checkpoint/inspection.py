@@ -13,6 +13,7 @@ import numpy as np
 from inkling_jax.config import InklingConfig
 from inkling_jax.nn import abstract_parameters
 from inkling_jax.quantization import Quantization
+from inkling_jax.tokenizer import Tokenizer
 from pallas_kernels.fp4 import VALUES_A_WORD
 
 from .files import INDEX, STORED, Tensor, list_tensors
@@ -99,6 +100,8 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     alone = file.is_file()
     directory = file.parent if alone else resolve(path)
     config = InklingConfig.from_path(file if alone else directory)
+    if not alone:
+        Tokenizer.from_directory(directory)  # raises where it is no tokenizer
     abstract = abstract_parameters(config)
     if not alone and is_orbax(directory):
         return _inspect_saved(str(path), open_orbax(directory), config)

@@ -1,7 +1,7 @@
 """The `inkling-jax` command: a file per subcommand, and here what they share: the parser, errors, exit codes.
 
-Exit codes: 0 done; 1 `doctor` found something broken or a row of `bench` failed; 2 a wrong argument or a checkpoint
-that cannot be used; 130 interrupted.
+Exit codes: 0 done; 1 `doctor` found something broken, `inspect` tensors that do not fit, or a row of `bench` failed;
+2 a wrong argument or a checkpoint that cannot be used; 130 interrupted.
 """
 
 import argparse
@@ -11,6 +11,10 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from typing import NoReturn
+
+import jax
+
+from inkling_jax import __version__
 
 from . import bench, convert, doctor, generate, inspect, quantize
 
@@ -42,6 +46,9 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return its exit code."""
     arguments = _parser().parse_args(argv)
+    if sys.stdout is None:
+        print("error: standard output is closed", file=sys.stderr)
+        return WRONG_USE
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
@@ -66,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, jax {jax.__version__}")
     common = _Parser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where in the program an error arose")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -8,16 +8,17 @@ from collections.abc import Callable, Sequence
 from inkling_jax.sharding import parse_mesh
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """An integer of at least `least`."""
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """An integer from `least` to `most`."""
+    wanted = f"from {least} up" if most is None else f"from {least} to {most}"
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} up")
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {wanted}")
         return value
 
     return parse
@@ -47,6 +48,13 @@ def some_of(names: Sequence[str]) -> Callable[[str], list[str]]:
         return [name for name in names if name in asked]
 
     return parse
+
+
+def some_text(text: str) -> str:
+    """A text of at least one character."""
+    if not text:
+        raise argparse.ArgumentTypeError("the text is empty")
+    return text
 
 
 def temperature(text: str) -> float:

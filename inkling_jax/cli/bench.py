@@ -93,6 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
         raise ValueError(f"argument --json: {arguments.json.parent} is no directory")
+    if arguments.json is not None and arguments.json.is_dir():
+        raise ValueError(f"argument --json: {arguments.json} is a directory; expected a file")
     if arguments.profile is not None:
         try:
             arguments.profile.mkdir(parents=True, exist_ok=True)

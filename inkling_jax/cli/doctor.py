@@ -3,6 +3,7 @@
 import argparse
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Literal
 HELP = "is this machine ready, and what to fix"
 EXAMPLES = """\
 example:
-  inkling-jax doctor && inkling-jax generate --prompt "import "
+  inkling-jax doctor && inkling-jax generate --prompt "import"
 
 The exit code is 1 when something is broken. A warning (!) costs speed or comfort, not results.
 """
@@ -71,8 +72,8 @@ def _versions() -> Iterator[Finding]:
             yield Finding("ok", f"{package} {version(package)}")
         except PackageNotFoundError:
             yield Finding("broken", f"{package} is not installed", f"pip install {package}")
-    release = tuple(int(part) for part in version("jax").split(".")[:2])
-    if not (0, 11) <= release < (0, 13):
+    release = tuple(int(part) for part in re.findall(r"\d+", version("jax"))[:3])
+    if not (0, 11, 2) <= release < (0, 13):
         yield Finding("broken", f"jax {version('jax')} is not supported", 'pip install "jax>=0.11.2,<0.13"')
 
 

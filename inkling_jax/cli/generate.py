@@ -9,14 +9,14 @@ from typing import Any
 
 from inkling_jax.model import QUANTIZATIONS, Inkling, Statistics, load
 
-from .arguments import mesh, probability, temperature, token_ids, whole
+from .arguments import mesh, probability, some_text, temperature, token_ids, whole
 
 HELP = "continue a prompt"
 EXAMPLES = """\
 examples:
   inkling-jax generate --prompt "def mean(values):"
   inkling-jax generate --model ./Inkling-Small --file prompt.txt --max-new-tokens 500
-  echo "import " | inkling-jax generate --temperature 0.8 --top-p 0.95 --seed 7
+  printf import | inkling-jax generate --temperature 0.8 --top-p 0.95 --seed 7
   inkling-jax generate --prompt "class Stack:" --stop "class " --stop "def test"
   inkling-jax generate --tokens 17,4,256 --json          a checkpoint without a tokenizer
 
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mesh", metavar="SIZES", type=mesh, help="spread over devices: tensor=2,expert=4")
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue (default: standard input)")
+    prompt.add_argument(
+        "--prompt", metavar="TEXT", type=some_text, help="the text to continue (default: standard input)"
+    )
     prompt.add_argument("--file", metavar="PATH", help="read the prompt from a file; - is standard input")
     prompt.add_argument("--tokens", metavar="IDS", type=token_ids, help="the prompt as token ids: 1,2,3")
     parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=128, help="default 128")
@@ -48,8 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", metavar="X", type=temperature, default=0.0, help="0 (default) is greedy")
     parser.add_argument("--top-k", metavar="N", type=whole(1), help="sample among the N likeliest tokens")
     parser.add_argument("--top-p", metavar="X", type=probability, help="sample among the likeliest that sum to X")
-    parser.add_argument("--seed", metavar="N", type=whole(0), default=0, help="of sampling (default 0)")
-    parser.add_argument("--stop", metavar="TEXT", action="append", help="end before this text; may be repeated")
+    parser.add_argument("--seed", metavar="N", type=whole(0, 2**32 - 1), default=0, help="of sampling (default 0)")
+    parser.add_argument(
+        "--stop", metavar="TEXT", type=some_text, action="append", help="end before this text; may be repeated"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of streaming")
 
 
@@ -73,7 +77,7 @@ def _prompt(arguments: argparse.Namespace) -> str | list[int]:
         return arguments.prompt
     if arguments.file not in (None, "-"):
         return _read_text(Path(arguments.file))
-    if arguments.file is None and sys.stdin.isatty():
+    if sys.stdin is None or (arguments.file is None and sys.stdin.isatty()):
         raise ValueError("no prompt: give --prompt, --file or --tokens, or text on standard input")
     text = sys.stdin.read()
     if not text:

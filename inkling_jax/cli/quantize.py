@@ -20,7 +20,7 @@ examples:
   inkling-jax quantize nano ./nano-nvfp4 --format nvfp4
   inkling-jax quantize ./Inkling-Small ./Inkling-Small-mxfp4 --format mxfp4
   inkling-jax inspect ./Inkling-Small-mxfp4              which layers, and the size saved
-  inkling-jax generate --model ./nano-nvfp4 --prompt "import "
+  inkling-jax generate --model ./nano-nvfp4 --prompt "import"
 
 The destination must be new or empty, and appears when it is complete. If the command is stopped, or killed, the same
 command goes on from the last finished file; until then the files are in .DST-unfinished, beside the destination.

@@ -17,7 +17,7 @@ from .presets import PRESETS, Recipe
 
 DESCRIPTION = """
 Train a small Inkling (backbone and MTP depths together) and its tokenizer on Python sources, and write a checkpoint
-directory: config.json, model.safetensors (original layout, bfloat16), tokenizer.json and a model card."""
+directory: config.json, safetensors with an index (original layout, bfloat16), tokenizer.json and a model card."""
 
 EPILOG = """
 The bundled checkpoint is the preset `nano` (minutes on one GPU). `--preset toy` shows in a minute on a CPU that all

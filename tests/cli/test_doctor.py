@@ -60,10 +60,11 @@ def test_a_failing_device_does_not_hide_the_rest(command, monkeypatch):
     assert "compilation cache" in done.out and "small run" in done.out
 
 
-def test_an_unsupported_jax_is_broken(monkeypatch):
-    monkeypatch.setattr(doctor, "version", lambda package: "0.10.1")
+@pytest.mark.parametrize("version", ["0.10.1", "0.11.1", "0.13.0"])
+def test_an_unsupported_jax_is_broken(monkeypatch, version):
+    monkeypatch.setattr(doctor, "version", lambda package: version)
     broken = [finding for finding in doctor._versions() if finding.state == "broken"]
-    assert [finding.text for finding in broken] == ["jax 0.10.1 is not supported"]
+    assert [finding.text for finding in broken] == [f"jax {version} is not supported"]
     assert broken[0].fix == 'pip install "jax>=0.11.2,<0.13"'
 
 

@@ -96,7 +96,8 @@ def test_a_stop_text_ends_the_stream_before_it(command, checkpoint, expected):
         (["--max-new-tokens", "9999"], "max_new_tokens"),
         (["--draft-tokens", "-1"], "argument --draft-tokens"),
         (["--draft-tokens", "3"], "draft_tokens: expected 0 to 1"),
-        (["--stop", ""], "stop: an empty text"),
+        (["--seed", "4294967296"], "argument --seed: '4294967296' is not a whole number from 0 to 4294967295"),
+        (["--stop", ""], "argument --stop: the text is empty"),
         (["--dtype", "float16"], "argument --dtype"),
         (["--tokens", "1,2"], "argument --tokens: not allowed with argument --prompt"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
@@ -115,7 +116,7 @@ def test_a_wrong_argument_is_one_line_that_names_it(command, checkpoint, argumen
         (["--tokens", "1,two"], "argument --tokens: '1,two' is not a list of token ids"),
         (["--tokens", "1,-2"], "argument --tokens"),
         (["--tokens", "999"], "token id 999 is outside the vocabulary 0 .. 255"),
-        (["--prompt", ""], "prompt is empty"),
+        (["--prompt", ""], "argument --prompt: the text is empty"),
         (["--file", "/nowhere/prompt.txt"], "--file /nowhere/prompt.txt: No such file or directory"),
     ],
 )

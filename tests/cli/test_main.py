@@ -6,8 +6,10 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
+import inkling_jax
 from inkling_jax.cli import generate
 
 COMMANDS = ("generate", "inspect", "convert", "quantize", "bench", "doctor")
@@ -41,6 +43,20 @@ def test_help_teaches_by_example(command):
     done = command("--help")
     assert done.code == 0
     assert all(f"inkling-jax {name}" in done.out for name in COMMANDS)
+
+
+def test_the_version_is_told(command):
+    done = command("--version")
+    assert (done.code, done.out) == (0, f"inkling-jax {inkling_jax.__version__}, jax {jax.__version__}\n")
+
+
+@pytest.mark.parametrize(("closed", "words"), [(">&-", "standard output is closed"), ("<&-", "no prompt: give")])
+def test_a_closed_stream_is_one_line(closed, words):
+    shell = f"exec {sys.executable} -c 'from inkling_jax.cli import main; raise SystemExit(main())' generate {closed}"
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, env=env)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"error: {words}")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
