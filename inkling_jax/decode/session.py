@@ -161,22 +161,19 @@ class Session:
 
     def _apply_stop_texts(self) -> None:
         """Ends sequences whose text holds one of their stop texts. What was made past it is cut away."""
-        rounds, found = self._host("rounds").copy(), False
-        for b, request in enumerate(self.requests):
-            if not request.stop_texts or b in self._cut:
-                continue
-            stop = find_stop(self.text(b), request.stop_texts)
-            if stop is not None:
-                first = len(request.tokens)
-                made = self._tokens_until(b, stop[0])
-                drafted = self._host("drafted")[b, first : first + made - 1]
-                self._cut[b], found = stop[1], True
-                self._length[b], self._status[b] = first + made, STOPPED
-                rounds[b] = 1 + np.count_nonzero(drafted == 0)  # each but the last ends with a token of the target
-        if found:
-            arrays = {"status": self._status, "length": self._length, "rounds": rounds}
-            self._seen["rounds"] = rounds
-            self._state = replace(self._state, **{name: self._engine.place(a) for name, a in arrays.items()})
+        going = ((b, request.stop_texts) for b, request in enumerate(self.requests) if b not in self._cut)
+        found = {b: stop for b, stops in going if stops and (stop := find_stop(self.text(b), stops))}
+        if not found:
+            return
+        rounds = self._host("rounds").copy()
+        for b, (end, begin) in found.items():
+            first, made = len(self.requests[b].tokens), self._tokens_until(b, end)
+            drafted = self._host("drafted")[b, first : first + made - 1]
+            rounds[b] = 1 + np.count_nonzero(drafted == 0)  # each but the last ends with a token of the target
+            self._cut[b], self._length[b], self._status[b] = begin, first + made, STOPPED
+        self._seen["rounds"] = rounds
+        arrays = {"status": self._status, "length": self._length, "rounds": rounds}
+        self._state = replace(self._state, **{name: self._engine.place(a) for name, a in arrays.items()})
 
     def _tokens_until(self, b: int, end: int) -> int:
         """How many new tokens of a sequence make the first `end` characters of its text."""
