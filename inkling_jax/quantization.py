@@ -38,7 +38,7 @@ class Quantization:
         quantization = cls(format, tuple(i for i in range(config.num_layers) if not config.is_dense(i))[1:])
         if not quantization.layers:
             only = "the first layer with routed experts stays as it is, and there is no other"
-            raise ValueError(f"nothing to hold in 4 bits: {only}")
+            raise ValueError(f"quantization: nothing to hold in 4 bits: {only}")
         quantization.check(config)
         return quantization
 

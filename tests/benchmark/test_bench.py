@@ -267,7 +267,7 @@ def test_configs_are_found_by_name_and_by_path(tmp_path):
         (dict(mesh={"tensor": 99}), "mesh: tensor=99 takes 99 devices and this machine has"),
         (dict(mesh={"expert": 3}), "num_experts = 8 does not divide by 3"),
         (dict(quantization="int4"), "format: expected nvfp4 or mxfp4, found 'int4'"),
-        (dict(quantization="nvfp4"), "quantization: the first layer with routed experts stays as it is"),
+        (dict(quantization="nvfp4"), "quantization: nothing to hold in 4 bits: the first layer with routed experts stays as it is"),
         (dict(drafts=[2]), "drafts: expected whole numbers of 0 to 1, found 2"),
         (dict(drafts=[]), "drafts: expected at least one"),
         (dict(parts=["decode", "sing"]), "parts: expected some of decode, prefill, ttft"),
