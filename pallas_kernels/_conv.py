@@ -53,7 +53,7 @@ def ring_reference(
     x: Float[Array, "B T C"], ring: Float[Array, "B R C"], start: Int32[Array, " B"], count: Int32[Array, " B"]
 ) -> Float[Array, "B R C"]:
     """The ring with the real rows written, the last R of them where there are more."""
-    size, t = ring.shape[1], jnp.arange(x.shape[1])
+    size, t, count = ring.shape[1], jnp.arange(x.shape[1]), jnp.minimum(count, x.shape[1])
     kept = (t < count[:, None]) & (t >= count[:, None] - size)
     slots = jnp.where(kept, (start[:, None] + t) % size, size)
     return ring.at[jnp.arange(x.shape[0])[:, None], slots].set(x, mode="drop")

@@ -154,11 +154,18 @@ def show(row: dict[str, Any]) -> str:
     return f"{row['op']:<20} {row['shape']:<42} {figures}{''.join(rivals + errors)}"
 
 
+def check_json(parser: argparse.ArgumentParser, file: Path | None) -> None:
+    """End with an error where a file cannot be written, before anything is timed."""
+    if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
+        parser.error(f"argument --json: {file} is a directory, or in none that exists")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__)
     parser.add_argument("op", nargs="?", choices=OPS, help="time this op alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     options = parser.parse_args(argv)
+    check_json(parser, options.json)
     reason = why_not_triton(target())
     if reason is not None:
         print(f"the benchmark {reason}", file=sys.stderr)
@@ -172,8 +179,8 @@ def main(argv: list[str] | None = None) -> int:
     for row in rows((options.op,) if options.op else OPS, rate):
         print(show(row), flush=True)
         results.append(row)
-    if options.json:
-        options.json.write_text(json.dumps({**about, "rows": results}, indent=1))
+        if options.json:
+            options.json.write_text(json.dumps({**about, "rows": results}, indent=1))
     return int(any("triton_error" in row for row in results))
 
 

@@ -139,7 +139,7 @@ def tune(op: str, case: Case, rate: float, say: Callable[[str], None]) -> Iterat
                 found = jax.jit(search.run, static_argnums=1)(inputs, tiles)
                 taken = bench.measure(replace(case, run=run), "triton", rate)
             except Exception as error:  # one candidate that does not compile must not end the search
-                raise Refused(f"{type(error).__name__}: {str(error).splitlines()[0][:100]}") from error
+                raise Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}") from error
             if out.shape[0] <= ROWS and not bool(jnp.array_equal(found, exact)):
                 raise Refused("turns bits of the result")
             return taken
@@ -171,6 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
     options = parser.parse_args(argv)
+    bench.check_json(parser, options.json)
     cases = [case for case in bench.cases(options.op) if options.shape in case.shape]
     if not cases:
         names = "\n".join(f"  {case.shape}" for case in bench.cases(options.op))

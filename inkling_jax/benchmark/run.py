@@ -12,6 +12,7 @@ from typing import Any
 import flax
 import jax
 import jaxlib
+import numpy as np
 
 from pallas_kernels import Implementation
 from pallas_kernels.bench import copy_rate
@@ -40,9 +41,9 @@ Work = tuple[dict[str, Any], Callable[[], measure.Row]]  # what names a row, and
 def bench(
     model: str | os.PathLike[str] | InklingConfig = "slice-8",
     *,
-    sequences: Sequence[int] | None = None,
-    context: Sequence[int] | None = None,
-    drafts: Sequence[int] | None = None,
+    sequences: int | Sequence[int] | None = None,
+    context: int | Sequence[int] | None = None,
+    drafts: int | Sequence[int] | None = None,
     rows: Sequence[Point] | None = None,
     parts: Sequence[str] = PARTS,
     prefill_tokens: int | Sequence[int] | None = None,
@@ -80,11 +81,14 @@ def bench(
     """
     name, config = find_config(model)
     choose_implementation(config, implementation)
-    _check(config, dtype=dtype, parts=parts, rounds=rounds, windows=windows)
+    _check(config, dtype=dtype, parts=parts, rounds=rounds, windows=windows, seed=seed)
     effort = measure.Effort(rounds, windows, seed, None if profile is None else Path(profile))
     if rows is not None and (sequences, context, drafts) != (None, None, None):
         raise ValueError("rows: they stand in place of sequences, context and drafts; give one or the others")
-    drafts = _drafts(config, [row[2] for row in rows] if rows else drafts)
+    sequences, context, drafts = (None if given is None else _several(given) for given in (sequences, context, drafts))
+    if rows is not None and any(not isinstance(row, Sequence) or len(row) != 3 for row in rows):
+        raise ValueError("rows: expected (sequences, context, drafts) of each")
+    drafts = _drafts(config, [row[2] for row in rows], "rows: drafts") if rows else _drafts(config, drafts)
     new = max(map(effort.new_tokens, drafts))
     if new >= config.max_context:
         raise ValueError(
@@ -98,6 +102,8 @@ def bench(
     }
     work = [("decode", point) for point in points if "decode" in parts]
     work += [(part, (length, first)) for part in PARTS[1:] if part in parts for length in prompts[part]]
+    if not work:
+        raise ValueError("prefill_tokens: expected at least one number")
     devices = None if mesh is None else make_mesh(mesh)
     packed = None if quantization is None else Quantization.of_model(config, quantization)
     if devices is not None:
@@ -182,28 +188,29 @@ def _cache(engine: Engine, effort: measure.Effort, part: str, sizes: tuple[int, 
     return measure.cache_bytes(engine, effort, sequences, context, drafts)
 
 
-def _check(config: InklingConfig, *, dtype: str, parts: Sequence[str], rounds: int, windows: int) -> None:
+def _check(config: InklingConfig, *, dtype: str, parts: Sequence[str], rounds: int, windows: int, seed: int) -> None:
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"dtype: expected bfloat16 or float32, found {dtype!r}")
     if not parts or not set(parts) <= set(PARTS):
-        raise ValueError(f"parts: expected some of {', '.join(PARTS)}, found {', '.join(parts) or 'none'}")
-    for name, value in (("rounds", rounds), ("windows", windows)):
-        _whole(name, value, 1)
+        raise ValueError(f"parts: expected some of {', '.join(PARTS)}, found {', '.join(map(str, parts)) or 'none'}")
+    for name, value, least in (("rounds", rounds, 1), ("windows", windows, 1), ("seed", seed, 0)):
+        _whole(name, value, least)
 
 
 def _whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+    number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not number or value < least or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{name}: expected whole numbers of {bounds}, found {value!r}")
-    return value
+    return int(value)
 
 
-def _drafts(config: InklingConfig, drafts: Sequence[int] | None) -> list[int]:
+def _drafts(config: InklingConfig, drafts: Sequence[int] | None, name: str = "drafts") -> list[int]:
     if drafts is None:
         return [k for k in DRAFTS if k <= config.mtp_depths]
     if not drafts:
         raise ValueError("drafts: expected at least one number")
-    return [_whole("drafts", k, 0, config.mtp_depths) for k in drafts]
+    return [_whole(name, k, 0, config.mtp_depths) for k in drafts]
 
 
 def _points(
@@ -236,8 +243,8 @@ def _rows(config: InklingConfig, rows: Sequence[Point], effort: measure.Effort) 
     return list(rows)
 
 
-def _several(numbers: int | Sequence[int] | None) -> Sequence[int | None]:
-    return [numbers] if numbers is None or isinstance(numbers, int) else numbers
+def _several(numbers: Any) -> list[Any]:
+    return list(numbers) if isinstance(numbers, Sequence | np.ndarray) else [numbers]
 
 
 def _length(config: InklingConfig, name: str, tokens: int | None, default: int, new: int) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import sys
 import tempfile
 import time
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """Corpus, tokenizer, training, checkpoint, figures, card: in this order, so a late failure costs no weights."""
     preset = PRESETS[args.preset]
-    recipe = _recipe(preset.recipe, args)
+    recipe = _recipe(preset.recipe, args, preset.config(preset.real_vocab_size).max_context)
     if args.out.exists() and any(args.out.iterdir()):
         raise CorpusError(f"{args.out}: not empty; name a new directory")
     corpus = read_corpus(args.corpus, args.tests)
@@ -115,17 +116,28 @@ def run(args: argparse.Namespace) -> None:
     print(card)
 
 
-def _recipe(recipe: Recipe, args: argparse.Namespace) -> Recipe:
-    """The preset's recipe with what the command line changes; a short run warms up and reports more often."""
+def _recipe(recipe: Recipe, args: argparse.Namespace, most: int) -> Recipe:
+    """The preset's recipe with what the command line changes; a short run warms up and reports more often.
+
+    `most` is the longest window that the model takes. Reports divide the steps.
+    """
     given = {name: getattr(args, name) for name in ("steps", "batch", "length", "seed", "peak_rate")}
     recipe = dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})
     for name in ("steps", "batch", "length"):
         if getattr(recipe, name) < 1:
             raise ValueError(f"--{name} must be at least 1, found {getattr(recipe, name)}")
+    if not 16 <= recipe.length <= most:
+        raise ValueError(f"--length must be from 16 to {most}, the preset's context, found {recipe.length}")
+    if not (math.isfinite(recipe.peak_rate) and recipe.peak_rate > 0):
+        raise ValueError(f"--peak-rate must be a finite number above 0, found {recipe.peak_rate}")
+    if not 0 <= recipe.seed < 2**32:
+        raise ValueError(f"--seed must be from 0 to {2**32 - 1}, found {recipe.seed}")
+    if args.prompts < 0:
+        raise ValueError(f"--prompts must be at least 0, found {args.prompts}")
     return dataclasses.replace(
         recipe,
         warmup=min(recipe.warmup, recipe.steps // 5),
-        report_every=min(recipe.report_every, recipe.steps),
+        report_every=max(n for n in range(1, recipe.report_every + 1) if recipe.steps % n == 0),
     )
 
 

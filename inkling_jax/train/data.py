@@ -5,6 +5,7 @@ import platform
 import sysconfig
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,10 @@ def read_corpus(source: Path | None = None, tests: bool = True) -> Corpus:
     root = source or Path(sysconfig.get_paths()["stdlib"])
     if not root.exists():
         raise CorpusError(f"{root}: no such corpus; expected a folder, or a .tar.* or .zip archive")
-    found = dict(_below_lib(dict(_folder(root) if root.is_dir() else _archive(root))))
+    try:
+        found = dict(_below_lib(dict(_folder(root) if root.is_dir() else _archive(root))))
+    except (EOFError, zipfile.BadZipFile, tarfile.TarError, zlib.error) as error:
+        raise CorpusError(f"{root}: damaged, or not a whole archive: {error}") from None
     files, seen = {}, set()
     for path in sorted(found):
         text = _text(found[path])

@@ -17,7 +17,7 @@ def write_pages(
     kv_rows: int | None,
 ) -> Float[Array, "P K page D"]:
     """The pages with the real rows at their positions; rows without a page (-1, or past the table) are dropped."""
-    t = jnp.arange(rows.shape[1])
+    t, count = jnp.arange(rows.shape[1]), jnp.minimum(count, rows.shape[1])
     position = start[:, None] + t
     index, slot = position // pages.shape[2], position % pages.shape[2]
     kept = (t < count[:, None]) & (index < table.shape[1])
@@ -45,7 +45,7 @@ def qkvr_prep_reference(
     batch, rows, _ = qkvr.shape
     q, k, v, r = jnp.split(qkvr, heads.starts[1:], axis=-1)
     real = real_rows(count, rows)[..., None]
-    split = lambda x, n: x.reshape(batch, rows, n, -1)  # noqa: E731
+    split = lambda x, n: x.reshape(batch, rows, n, x.shape[-1] // n)  # noqa: E731
     q = rms_norm(split(jnp.where(real, q, 0), heads.queries), weights.q_norm, eps)
     if tau is not None:
         q = jnp.where(real[..., None], q.astype(jnp.float32) * tau[..., None, None], 0).astype(q.dtype)

@@ -42,7 +42,8 @@ def rel_attention(
     `rel_paged_attention`.
 
     Rows that are not real give zeros, and hold anything. Pages past start, and those wholly before every row's window,
-    may hold anything and their entries be -1.
+    may hold anything and their entries be -1. Starts beyond the table and pages that are not there are not looked for:
+    check them before.
 
     Raises ValueError for shapes, dtypes, a page size (16 to 256) or head size (32 to 256) that do not fit or pages that
     come incomplete, and NotImplementedError for an implementation that cannot run here.
@@ -65,6 +66,8 @@ def rel_attention(
         count=jnp.full(q.shape[0], q.shape[1], jnp.int32) if count is None else count,
         scale=float(scale), extent=extent, window=window,
     )  # fmt: skip
+    if q.size == 0:
+        return jnp.zeros_like(q)
     if chosen == "xla":
         return reference(q, k, v, **arguments)
     return triton.run(q, k, v, **arguments, implementation=chosen)

@@ -176,13 +176,13 @@ def attention_kernel(start_ref, count_ref, q_ref, k_ref, v_ref, *refs, plan: Pla
     pages = [extra.pop(0) for _ in range(3)] if plan.page else None
     tau_ref = extra.pop(0) if plan.tau else None
     bias_ref = extra.pop(0) if plan.extent else None
-    start, count = start_ref[sequence], count_ref[sequence]
+    start, count = start_ref[sequence], jnp.minimum(count_ref[sequence], plan.rows)
 
     flat = tile * plan.tile_rows + jnp.arange(plan.tile_rows, dtype=jnp.int32)
     t = divide(flat, plan.group)
     query_head = head * plan.group + remainder(flat, plan.group)
     columns = jnp.arange(dispatch.next_power_of_2(plan.head_dim), dtype=jnp.int32)
-    real = t < jnp.minimum(count, plan.rows)
+    real = t < count
     oldest = oldest_row(plan, tile)
     newest = jnp.minimum(divide(tile * plan.tile_rows + (plan.tile_rows - 1), plan.group), count - 1)
 

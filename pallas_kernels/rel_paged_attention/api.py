@@ -41,7 +41,8 @@ def rel_paged_attention(
 
     Rows that are not real or at negative positions, and so all of a sequence of length 0, give zeros. Pages past a
     sequence's length, and those wholly before every row's window, may hold anything and their table entries be -1. A
-    length beyond max_pages * page reads past the table: check it before.
+    length beyond max_pages * page reads past the table, an entry that is no page past the pages, and a count above Q
+    moves the rows: check them before.
 
     Raises ValueError for shapes, dtypes or a page size (16 to 256) and head size (32 to 256) that do not fit, and
     NotImplementedError for an implementation that cannot run here.
@@ -67,6 +68,8 @@ def rel_paged_attention(
         rel_logits=rel_logits, r=r, rel_proj=rel_proj, tau=tau, scale=float(scale), extent=extent, window=window
     )
     chosen = dispatch.resolve(OP, implementation)
+    if q.size == 0:
+        return jnp.zeros_like(q)
     if chosen == "xla":
         return reference(q, k_pages, v_pages, page_table, lengths, **arguments)
     return triton.run(q, k_pages, v_pages, page_table, lengths, **arguments, implementation=chosen)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import jax
@@ -18,7 +19,7 @@ from inkling_jax.nn import abstract_parameters
 from inkling_jax.nn.mlp import MoE
 from inkling_jax.tokenizer import Tokenizer
 from inkling_jax.train import loop
-from inkling_jax.train.__main__ import main
+from inkling_jax.train.__main__ import _recipe, main, parser
 from inkling_jax.train.evaluate import make_heldout
 from inkling_jax.train.experts import AllExperts
 from inkling_jax.train.presets import NANO, TOY
@@ -147,6 +148,12 @@ def test_the_command_makes_a_checkpoint(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--steps", "0"], "--steps must be at least 1"),
+        (["--length", "15"], "--length must be from 16 to 512, the preset's context, found 15"),
+        (["--length", "513"], "--length must be from 16 to 512"),
+        (["--peak-rate", "nan"], "--peak-rate must be a finite number above 0, found nan"),
+        (["--peak-rate", "-1"], "--peak-rate must be a finite number above 0"),
+        (["--seed", "4294967296"], "--seed must be from 0 to 4294967295"),
+        (["--prompts", "-1"], "--prompts must be at least 0, found -1"),
         (["--corpus", "missing"], "missing: no such corpus"),
     ],
 )
@@ -154,6 +161,21 @@ def test_bad_arguments_are_one_line(tmp_path, capsys, arguments, message):
     assert main(["--out", str(tmp_path / "x"), "--preset", "toy", *arguments]) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_half_an_archive_is_refused(tmp_path, capsys):
+    with tarfile.open(tmp_path / "whole.tar.gz", "w:gz") as archive:
+        (tmp_path / "some.py").write_bytes(np.random.default_rng(0).bytes(100_000))
+        archive.add(tmp_path / "some.py")
+    (tmp_path / "half.tar.gz").write_bytes((tmp_path / "whole.tar.gz").read_bytes()[:50_000])
+    assert main(["--out", str(tmp_path / "x"), "--preset", "toy", "--corpus", str(tmp_path / "half.tar.gz")]) == 1
+    assert "half.tar.gz: damaged, or not a whole archive" in capsys.readouterr().err
+
+
+def test_as_many_steps_as_asked_for():
+    arguments = parser().parse_args(["--out", "x", "--preset", "toy", "--steps", "12"])
+    recipe = _recipe(TOY.recipe, arguments, 512)
+    assert (recipe.steps, recipe.report_every) == (12, 6)
 
 
 def test_a_directory_in_use_is_left_alone(tmp_path, capsys):

@@ -35,7 +35,8 @@ class Case:
         columns = (self.heads + 2 * self.kv) * self.dim + self.heads * self.rel
         product = np.full((batch, self.rows, columns), np.nan, k.dtype)
         for b, (s, c) in enumerate(zip(self.starts, self.counts, strict=True)):
-            new = self.q[b].reshape(self.rows, -1), k[b, s:], v[b, s:], self.r[b].reshape(self.rows, -1)
+            q_row, r_row = (x[b].reshape(self.rows, self.heads * x.shape[-1]) for x in (self.q, self.r))
+            new = q_row, k[b, s:], v[b, s:], r_row
             product[b, :c] = np.concatenate([part[:c] for part in new], axis=-1)
             for name, p in ((n, p) for n in "kv" for p in range(max(0, s - self.ring_rows), s)):
                 self.rings[name][b, p % self.ring_rows] = self.streams[name][b, p]
@@ -162,6 +163,14 @@ def test_a_sequence_does_not_depend_on_its_neighbours(implementation):
         alone = case.run(implementation, slice(b, b + 1))
         for field in ("q", "r", "k", "v", "k_ring", "v_ring"):
             np.testing.assert_array_equal(bits(getattr(alone, field)[0]), bits(getattr(together, field)[b]))
+
+
+@pytest.mark.parametrize(("starts", "rows"), [([], 2), ([5], 0)])
+def test_nothing_gives_nothing(implementation, starts, rows):
+    case = Case(starts, [0] * len(starts), rows, 4)
+    got = case.run(implementation)
+    assert (got.q.shape, got.k.shape) == ((len(starts), rows, 4, 32), (len(starts), rows, 2, 32))
+    np.testing.assert_array_equal(bits(got.k_ring), bits(case.rings["k"]))
 
 
 def test_bad_arguments_are_named():

@@ -262,6 +262,12 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_nothing_gives_nothing(implementation, shape):
+    q, kv = jnp.ones((*shape, 4, 32)), jnp.ones((*shape, 2, 32))
+    assert pallas_kernels.rel_attention(q, kv, kv, scale=1.0, extent=0, implementation=implementation).shape == q.shape
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named(name):
     change, message = BAD[name]

@@ -132,6 +132,15 @@ def test_a_long_prompt_in_long_blocks(implementation):
         np.testing.assert_array_equal(bits(after[0, p % 7]), bits(streams[0, p]))
 
 
+def test_a_count_beyond_the_rows_is_all_rows(implementation):
+    x, weight, ring, start, _, _ = case([5], [2], 2, 8, 32, jnp.bfloat16)
+    all_rows, beyond = (
+        short_conv(x, weight, ring, start, jnp.array([count]), implementation=implementation) for count in (2, 10)
+    )
+    for expected, found in zip(all_rows, beyond, strict=True):
+        np.testing.assert_array_equal(bits(found), bits(expected))
+
+
 @pytest.mark.parametrize("taps", [1, 2, 3, 5])
 def test_other_numbers_of_taps(implementation, taps):
     x, weight, ring, start, count, streams = case([0, 6], [3, 2], 3, 8, 20, jnp.float32, taps=taps)
