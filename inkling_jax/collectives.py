@@ -28,7 +28,17 @@ def few(rows: int, axis: str | None) -> bool:
     convolution and the sum are worth splitting. Two H200s meet between 128 and 512 rows of H = 6144
     (docs/distributed.md has the figures).
     """
-    return parts(axis) == 1 or rows <= WHOLE_ROWS
+    return sums_whole(parts(axis), rows)
+
+
+def sums_whole(devices: int, rows: int) -> bool:
+    """The rule of `few`, for so many devices."""
+    return devices == 1 or rows <= WHOLE_ROWS
+
+
+def gathers(devices: int, numbers: int) -> bool:
+    """Whether a sum of so many numbers gathers what the devices hold (`summands`), or is an all-reduce."""
+    return devices == 1 or devices * numbers <= GATHERED
 
 
 def parts(axis: str | None) -> int:
@@ -65,7 +75,7 @@ def summands(x: Shaped[Array, "..."], axis: str | None) -> Shaped[Array, "parts 
 
     Of a small sum all parts: one way through the wires, where an all-reduce has two. Of a large one itself alone.
     """
-    if parts(axis) == 1 or x.size * parts(axis) <= GATHERED:
+    if gathers(parts(axis), x.size):
         return exchange(x, axis)
     return lax.psum(x.astype(jnp.float32), _names(axis))[None]
 

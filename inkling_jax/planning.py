@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
 from .cache import cache_bytes, padded
-from .collectives import GATHERED, WHOLE_ROWS
+from .collectives import gathers, sums_whole
 from .config import InklingConfig
 from .nn import abstract_parameters
 from .quantization import Format, Quantization
@@ -211,9 +211,9 @@ def _received(config: InklingConfig, sizes: Mapping[str, int], batch: int, draft
 
     def summed(parts: int, size: int = 4) -> float:
         others = (parts - 1) / parts
-        if rows > WHOLE_ROWS:
+        if not sums_whole(parts, rows):
             return 2 * others * numbers * itemsize
-        return (parts - 1) * numbers * size if parts * numbers <= GATHERED else 2 * others * numbers * 4
+        return (parts - 1) * numbers * size if gathers(parts, numbers) else 2 * others * numbers * 4
 
     dense, mixtures = len(config.dense_layers) + drafts, config.num_layers - len(config.dense_layers)
     branches = (dense + mixtures) * summed(heads) + dense * summed(all_parts)

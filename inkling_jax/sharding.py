@@ -65,12 +65,11 @@ def make_mesh(spec: MeshLike) -> Mesh:
             raise ValueError(f"mesh: {axis} = {size!r}; expected an integer of at least 1")
     sizes = [int(spec.get(axis, 1)) for axis in AXES]
     wanted, devices = math.prod(sizes), jax.devices()
+    asked = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size > 1) or "one device"
     if wanted > len(devices):
-        asked = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size > 1)
         raise ValueError(f"mesh: {asked} takes {wanted} devices and this machine has {len(devices)}")
     mesh = Mesh(np.array(devices[:wanted]).reshape(sizes), AXES)
-    if jax.process_count() > 1:
-        _for_all(mesh, " x ".join(map(str, sizes)), own=False)
+    _for_all(mesh, asked, own=False)
     return mesh
 
 

@@ -139,7 +139,8 @@ def tune(op: str, case: Case, rate: float, say: Callable[[str], None]) -> Iterat
                 found = jax.jit(search.run, static_argnums=1)(inputs, tiles)
                 taken = bench.measure(replace(case, run=run), "triton", rate)
             except Exception as error:  # one candidate that does not compile must not end the search
-                raise Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}") from error
+                said, _, _ = str(error).partition("\n")
+                raise Refused(f"{type(error).__name__}: {said[:100]}") from error
             if out.shape[0] <= ROWS and not bool(jnp.array_equal(found, exact)):
                 raise Refused("turns bits of the result")
             return taken

@@ -123,7 +123,7 @@ def _recipe(recipe: Recipe, args: argparse.Namespace, most: int) -> Recipe:
     """
     given = {name: getattr(args, name) for name in ("steps", "batch", "length", "seed", "peak_rate")}
     recipe = dataclasses.replace(recipe, **{name: value for name, value in given.items() if value is not None})
-    for name in ("steps", "batch", "length"):
+    for name in ("steps", "batch"):
         if getattr(recipe, name) < 1:
             raise ValueError(f"--{name} must be at least 1, found {getattr(recipe, name)}")
     if not 16 <= recipe.length <= most:
