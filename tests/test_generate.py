@@ -1,6 +1,8 @@
 """`Inkling` from prompts to completions: independence, settings, stopping, streaming, statistics, compilation."""
 
+import gc
 import itertools
+import weakref
 from dataclasses import replace
 
 import jax
@@ -415,6 +417,20 @@ def test_an_interrupt_leaves_the_model_usable(reciting, monkeypatch):
 
 def interrupt(self):
     raise KeyboardInterrupt
+
+
+def test_a_model_that_is_let_go_frees_its_memory_at_once():
+    """Not when Python next looks for cycles: in a notebook another model would find the GPU full."""
+    model = cyclic.random_model()
+    model.generate(prompt(3), 2, 0)
+    gc.collect()
+    gc.disable()
+    try:
+        weights = weakref.ref(model.params["embed.weight"])
+        del model
+        assert weights() is None
+    finally:
+        gc.enable()
 
 
 # --------------------------------------------------------------------------------------------------------------- logits

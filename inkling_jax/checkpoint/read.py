@@ -2,7 +2,9 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,8 +71,9 @@ def load_parameters(
     Every layout is read, with the MTP tensors indexed or in `mtp.safetensors`. Towers are left out, which one line of
     log says. Weights in 4 bits stay packed where `abstract` has their words and scales, and are unpacked expert by
     expert where it has the plain weight; scales of activations are ignored, which another line says. Of a parameter
-    with a sharding, a process reads the slices of its own devices and no more. Host memory beyond the arrays themselves
-    stays below what it reads of the largest parameter plus a few pieces of 32 MiB, or an unpacked expert.
+    with a sharding, a process reads the slices of its own devices and no more. Some go to the devices while the next
+    are read: host memory beyond the arrays themselves stays below twice what is read of the largest parameter plus a
+    few pieces of 32 MiB, or an unpacked expert.
 
     Raises `CheckpointError` listing everything that is missing, unexpected, misshapen, quantised or cut short, and
     ValueError where a sharding does not cut a parameter evenly, or cuts a block of 4-bit weights.
@@ -89,7 +92,7 @@ def load_parameters(
     if source.unused:
         log.warning("%s: ignoring %d scales of activations: only weights are in 4 bits", directory, len(source.unused))
     with progress_bar("loading", sum(map(_bytes_here, abstract.values())), progress) as bar:
-        return {path: _load(source, path, spec, bar) for path, spec in abstract.items()}
+        return _load(source, abstract, bar)
 
 
 def open_checkpoint(directory: Path, config: InklingConfig, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Plan:
@@ -144,26 +147,79 @@ def _check_shardings(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
                 raise ValueError(f"{path}: {words * VALUES_A_WORD} inputs a device are not whole blocks of {block}")
 
 
-def _load(plan: Plan, path: str, spec: jax.ShapeDtypeStruct, bar: tqdm) -> jax.Array:
-    """A parameter, or one of the arrays of a weight in 4 bits, where it belongs.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is read at a time: a window of a parameter, or of one of the arrays of a weight in 4 bits.
 
-    With a sharding, this process reads what its own devices hold, and once what several of them hold.
+    `places` says which of it goes to which device, None for the one that JAX chooses.
     """
+
+    path: str
+    window: Window
+    dtype: np.dtype
+    places: list[tuple[tuple[slice, ...], Any]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(shape_of(self.window)) * self.dtype.itemsize
+
+
+def _load(plan: Plan, abstract: Mapping[str, jax.ShapeDtypeStruct], bar: tqdm) -> dict[str, jax.Array]:
+    """Every parameter where it belongs: a batch of them goes to the devices while the next is read."""
+    batches = _batches([part for path, spec in abstract.items() for part in _parts(path, spec)])
+    read = lambda batch: [_read(plan, part.path, part.window, part.dtype) for part in batch]  # noqa: E731
+    shards: dict[str, list[jax.Array]] = {path: [] for path in abstract}
+    for batch, hosts in zip(batches, _one_ahead(read, batches), strict=True):
+        for part, host in zip(batch, hosts, strict=True):
+            shards[part.path] += jax.block_until_ready([jax.device_put(host[at], device) for at, device in part.places])
+            bar.update(part.nbytes)
+    return {path: _assemble(spec, shards[path]) for path, spec in abstract.items()}
+
+
+def _parts(path: str, spec: jax.ShapeDtypeStruct) -> list[_Part]:
+    """All of a parameter; with a sharding what this process's devices hold, once where several hold the same."""
     if spec.sharding is None:
-        array = jax.device_put(_read(plan, path, whole(spec.shape), spec.dtype))
-        bar.update(array.nbytes)
-        return jax.block_until_ready(array)
+        return [_Part(path, whole(spec.shape), spec.dtype, [((), None)])]
     devices: dict[Window, list[Any]] = {}
     for device, index in spec.sharding.addressable_devices_indices_map(spec.shape).items():
         devices.setdefault(window_of(index or (), spec.shape), []).append(device)
-    shards: list[jax.Array] = []
-    for box, windows in merged(devices):
-        host = _read(plan, path, box, spec.dtype)
-        for window in windows:
-            shards += [jax.device_put(host[within(window, box)], device) for device in devices[window]]
-        jax.block_until_ready(shards)
-        bar.update(host.nbytes)
+    return [
+        _Part(path, box, spec.dtype, [(within(window, box), to) for window in windows for to in devices[window]])
+        for box, windows in merged(devices)
+    ]
+
+
+def _assemble(spec: jax.ShapeDtypeStruct, shards: list[jax.Array]) -> jax.Array:
+    if spec.sharding is None:
+        [array] = shards
+        return array
     return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, shards, dtype=spec.dtype)
+
+
+def _batches(parts: list[_Part]) -> list[list[_Part]]:
+    """Parts in their order, as many together as are no larger than the largest.
+
+    One by one, the disk would wait for each large one that a small one follows.
+    """
+    most = max((part.nbytes for part in parts), default=0)
+    batches: list[list[_Part]] = []
+    for part in parts:
+        if not batches or sum(other.nbytes for other in batches[-1]) + part.nbytes > most:
+            batches.append([])
+        batches[-1].append(part)
+    return batches
+
+
+def _one_ahead[T, R](make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """What is made of each in turn: in a thread, the next while the caller works with one."""
+    with ThreadPoolExecutor(1) as reader:
+        under_way = None
+        for item in items:
+            before, under_way = under_way, reader.submit(make, item)
+            if before is not None:
+                yield before.result()
+        if under_way is not None:
+            yield under_way.result()
 
 
 def _bytes_here(spec: jax.ShapeDtypeStruct) -> int:

@@ -118,8 +118,9 @@ class Engine:
         self.prefill = jit(run_prefill, static_argnames=("chunk", "drafts"))
         self.decode = jit(run_decode, static_argnames=("drafts",), compiler_options=_loop_options(mesh))
         self.teacher_forced = jit(run_teacher_forced, static_argnames=("chunk", "depth"))
-        self.empty = lru_cache(maxsize=64)(self._empty)
-        self.cache_bytes = lru_cache(maxsize=64)(self._cache_bytes)
+        # Not methods: a cache of them would keep the engine, and the weights with it, until the garbage is collected.
+        self.empty = lru_cache(maxsize=64)(partial(_empty, config, self.dtype, self.implementation, mesh))
+        self.cache_bytes = lru_cache(maxsize=64)(partial(_cache_bytes, self.empty, mesh))
 
     def start(self, requests: list[Request], drafts: int) -> tuple[DecodeState, Settings]:
         """The state and settings of a batch, padded to a bucket with sequences that are already full."""
@@ -193,17 +194,6 @@ class Engine:
         cache = self.empty(shape)()
         return dataclasses.replace(cache, global_pages=self.place(everything), local_pages=self.place(ring))
 
-    def _empty(self, shape: CacheShape) -> Callable[[], Cache]:
-        """Makes an empty cache, each device of a mesh its own part of it.
-
-        In one launch: 66 layers have some 400 arrays, and each would cost the host 0.1 ms.
-        """
-        make = partial(make_cache, self.config, shape, self.dtype, self.implementation, self.mesh)
-        if self.mesh is None:
-            return jax.jit(make)
-        where = jax.tree.map(partial(placed, mesh=self.mesh), specs(jax.eval_shape(make)))
-        return jax.jit(make, out_shardings=where)
-
     def check_memory(self, shape: CacheShape) -> None:
         """Raises MemoryError, before anything is allocated, when the cache cannot fit."""
         needed = self.cache_bytes(shape)
@@ -216,15 +206,30 @@ class Engine:
                 f"prompts, give fewer of them at a time, or use fewer draft_tokens"
             )
 
-    def _cache_bytes(self, shape: CacheShape) -> int:
-        """Bytes of a cache on each device."""
-        cache = jax.eval_shape(self.empty(shape))
 
-        def size(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
-            own = leaf.shape if self.mesh is None else placed(spec, self.mesh).shard_shape(leaf.shape)
-            return math.prod(own) * leaf.dtype.itemsize
+def _empty(
+    config: InklingConfig, dtype: DTypeLike, implementation: Implementation, mesh: Mesh | None, shape: CacheShape
+) -> Callable[[], Cache]:
+    """Makes an empty cache, each device of a mesh its own part of it.
 
-        return sum(jax.tree.leaves(jax.tree.map(size, cache, specs(cache))))
+    In one launch: 66 layers have some 400 arrays, and each would cost the host 0.1 ms.
+    """
+    make = partial(make_cache, config, shape, dtype, implementation, mesh)
+    if mesh is None:
+        return jax.jit(make)
+    where = jax.tree.map(partial(placed, mesh=mesh), specs(jax.eval_shape(make)))
+    return jax.jit(make, out_shardings=where)
+
+
+def _cache_bytes(empty: Callable[[CacheShape], Callable[[], Cache]], mesh: Mesh | None, shape: CacheShape) -> int:
+    """Bytes of a cache on each device."""
+    cache = jax.eval_shape(empty(shape))
+
+    def size(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+        own = leaf.shape if mesh is None else placed(spec, mesh).shard_shape(leaf.shape)
+        return math.prod(own) * leaf.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, cache, specs(cache))))
 
 
 def _loop_options(mesh: Mesh | None) -> dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""Loading needs no more memory beyond the model than the largest tensor and a few pieces; quantising, an expert."""
+"""Beyond the model, loading needs memory for the largest tensor twice and a few pieces; quantising for an expert."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from . import tiny
 # About 260 MB in one file; the largest tensor is the routed experts' w13 of one layer.
 CONFIG = replace(tiny.CONFIG, hidden_size=512, expert_size=512, num_experts=80, dense_size=512)
 PIECE = 1 << 20
-SLACK = 16 << 20  # what the process itself takes while it loads; an extra copy of the largest tensor is 84 MB
+SLACK = 16 << 20  # what the process itself takes while it loads; a third copy of the largest tensor is 84 MB
 
 MEASURE = """
 import json, resource, sys, threading, time
@@ -77,14 +77,14 @@ def test_peak_memory(tmp_path: Path) -> None:
     plain = measure("load", tmp_path / "model")
     assert plain["model"] == sum(sizes) > 3 * max(sizes)
     assert plain["peak"] >= 0.9 * plain["model"]  # the measurement sees the arrays
-    assert plain["peak"] < plain["model"] + max(sizes) + SLACK
+    assert plain["peak"] < plain["model"] + 2 * max(sizes) + SLACK
 
     # 45 MB, as many with 20 experts as with 200.
     assert measure("quantise", tmp_path / "model")["peak"] < max(sizes) - SLACK
     packed = tmp_path / "model-nvfp4"
     kept = measure("keep", packed)
     assert kept["model"] < 0.7 * plain["model"]
-    assert kept["peak"] < kept["model"] + max(sizes) + SLACK  # the first layer's experts are the largest still
+    assert kept["peak"] < kept["model"] + 2 * max(sizes) + SLACK  # the first layer's experts are the largest still
     unpacked = measure("unpack", packed)
     assert unpacked["model"] == plain["model"]
-    assert unpacked["peak"] < unpacked["model"] + max(sizes) + SLACK
+    assert unpacked["peak"] < unpacked["model"] + 2 * max(sizes) + SLACK

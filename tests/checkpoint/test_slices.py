@@ -1,5 +1,6 @@
 """On a mesh every device gets its slice, to the bit, and no byte is read that no device here holds."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from inkling_jax.checkpoint import CheckpointError, files, find_quantization, load_parameters
+from inkling_jax.checkpoint import CheckpointError, files, find_quantization, load_parameters, read
 from inkling_jax.checkpoint.windows import Cut, merged, runs, shape_of, whole, window_of
 from inkling_jax.nn import abstract_parameters, logical_axes
 
@@ -168,6 +169,25 @@ def test_weights_in_4_bits(
     expected = load_parameters(directory, CONFIG, abstract, progress=False)
     loaded = load_parameters(directory, CONFIG, on(mesh_of(*sizes), quantization), progress=False)
     assert tiny.same(loaded, expected)
+
+
+def test_small_parts_are_read_with_others() -> None:
+    parts = [read._Part("", whole((n,)), np.dtype(np.uint8), []) for n in (64, 1, 300, 20, 640, 3, 64)]
+    found = [[part.nbytes for part in batch] for batch in read._batches(parts)]
+    assert found == [[64, 1, 300, 20], [640], [3, 64]]
+
+
+def test_one_batch_is_read_ahead() -> None:
+    started = [threading.Event() for _ in range(5)]
+
+    def make(i: int) -> int:
+        started[i].set()
+        return 10 * i
+
+    for i, made in enumerate(read._one_ahead(make, range(5))):
+        assert made == 10 * i
+        assert i == 4 or started[i + 1].wait(10)
+        assert i > 2 or not started[i + 2].is_set()  # memory holds two
 
 
 def test_inputs_that_cut_a_block_are_unpacked_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
