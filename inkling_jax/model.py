@@ -22,6 +22,7 @@ from .config import InklingConfig
 from .decode.engine import Engine, choose_implementation, chunk_sizes, make_chunks
 from .decode.request import Prompt, as_array, is_single, make_requests, token_ids
 from .decode.session import Completion, Session, Statistics
+from .memory import check_memory
 from .nn import abstract_parameters
 from .quantization import quantization_of
 from .sharding import MeshLike, check_mesh, make_mesh, shardings
@@ -332,7 +333,7 @@ def load(
 
     Raises `CheckpointError` (a ValueError) naming the file, tensor or field at fault, `NotImplementedError`
     where the asked implementation cannot run, ValueError for a mesh that this machine does not have or that does not
-    divide the model.
+    divide the model, MemoryError, before weights are read, where they do not fit.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
@@ -352,6 +353,7 @@ def load(
         if devices is not None:
             where = shardings(config, devices, packed)
             abstract = {path: spec.update(sharding=where[path]) for path, spec in abstract.items()}
+        check_memory(config, dtype, packed, devices)
     params = checkpoint.load_parameters(directory, config, abstract, progress=progress)
     return Inkling(config, params, tokenizer, directory, implementation)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import inkling_jax
-from inkling_jax import CheckpointError, Inkling, checkpoint
+from inkling_jax import CheckpointError, Inkling, checkpoint, memory
 from inkling_jax.decode import engine
 from tests import cyclic
 from tests.cyclic import CONFIG, END
@@ -145,6 +145,13 @@ def test_a_cache_that_cannot_fit_is_refused(model, monkeypatch, what):
     monkeypatch.setattr(engine, "free_memory", lambda _: 100_000)
     with pytest.raises(MemoryError, match=r"needs \d+\.\d+ GiB and 0\.00 GiB are free: lower max_new_tokens"):
         model.generate("a", 400) if what == "generate" else model.logits([1] * 400)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2**20)
+    monkeypatch.setattr(checkpoint, "load_parameters", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(MemoryError, match=r"^the weights need 0\.01 GiB on each device, and 0\.00 GiB are free"):
+        inkling_jax.load("nano")
 
 
 @pytest.mark.parametrize(

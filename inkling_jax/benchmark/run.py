@@ -21,12 +21,13 @@ from ..checkpoint import resolve
 from ..compilation import enable_cache
 from ..config import PRESETS, ConfigError, InklingConfig
 from ..decode.engine import Engine, choose_implementation
+from ..memory import check_memory
 from ..nn import abstract_parameters
 from ..planning import held
 from ..quantization import Format, Quantization
 from ..sharding import MeshLike, check_mesh, make_mesh
 from . import measure
-from .weights import check_memory, random_parameters
+from .weights import random_parameters
 
 PARTS = ("decode", "prefill", "ttft")
 TABLE = ((1, 1024), (8, 1024), (32, 1024), (64, 1024), (1, 8192), (64, 8192), (1, 65536))

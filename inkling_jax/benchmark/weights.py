@@ -19,9 +19,8 @@ from jaxtyping import Array, Float, Shaped, UInt32
 from pallas_kernels.fp4 import BLOCK_OF, E2M1, VALUES_A_WORD
 
 from ..config import InklingConfig
-from ..decode.engine import free_bytes
+from ..memory import check_memory
 from ..nn import abstract_parameters
-from ..planning import held
 from ..quantization import Quantization
 from ..sharding import shardings
 
@@ -45,23 +44,6 @@ def random_parameters(
         path: _draw(path, spec.update(sharding=where.get(path)), _fan_in(path, abstract), own)
         for (path, spec), own in zip(abstract.items(), seeds, strict=True)
     }
-
-
-def check_memory(
-    config: InklingConfig, dtype: str, quantization: Quantization | None, mesh: Mesh | None, cache: int = 0
-) -> None:
-    """Raises MemoryError where weights, and a cache of so many bytes a device, exceed what a device has free."""
-    sizes = None if mesh is None else dict(mesh.shape)
-    needed = sum(held(config, sizes, quantization, dtype).values()) + cache
-    devices = jax.devices()[:1] if mesh is None else mesh.local_devices
-    free = min((n for n in map(free_bytes, devices) if n is not None), default=needed)
-    if needed > free:
-        beside = f", {cache / 2**30:.2f} GiB of them for the cache" if cache else ""
-        raise MemoryError(
-            f"weights and cache need {needed / 2**30:.2f} GiB on each device{beside}, and {free / 2**30:.2f} GiB are "
-            f"free: take a smaller config, more devices (mesh), 4 bits (quantization), or give JAX more of a device "
-            f"with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
-        )
 
 
 def _fan_in(path: str, abstract: dict[str, jax.ShapeDtypeStruct]) -> int:

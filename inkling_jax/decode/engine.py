@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -25,6 +24,7 @@ from pallas_kernels import Implementation, resolve
 
 from ..cache import Cache, CacheShape, Ring, allocate_pages, bucket, make_cache, padded, specs
 from ..config import InklingConfig
+from ..memory import free_bytes
 from ..nn import InklingModel
 from ..quantization import quantization_of
 from ..sharding import MLP_AXES, TABLE, mesh_of, parts_of, placed, shardings, spec_of
@@ -273,16 +273,6 @@ def choose_implementation(config: InklingConfig, asked: str | None) -> Implement
 def free_memory(array: Array) -> int | None:
     """Bytes free on the device of an array, or None where it does not say."""
     return free_bytes(array.addressable_shards[0].device)
-
-
-def free_bytes(device: Any) -> int | None:
-    """Bytes free on a device, or None where it does not say."""
-    if device.platform == "cpu":
-        return psutil.virtual_memory().available
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return None
-    return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
 def _settings(requests: list[Request], batch: int, config: InklingConfig) -> Settings:

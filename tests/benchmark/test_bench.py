@@ -101,8 +101,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_drawn(monkeypatch):
     engine = Engine(CONFIG, abstract_parameters(CONFIG, "float32"), "float32")
     cache = measure.cache_bytes(engine, replace(EFFORT, rounds=32), 8, 400, 0)
     free = sum(held(CONFIG, dtype="float32").values()) + cache - 1  # short of the smaller of the two rows
-    monkeypatch.setattr("inkling_jax.benchmark.weights.free_bytes", lambda device: free)
-    with pytest.raises(MemoryError, match="on each device, 0.0. GiB of them for the cache"):
+    monkeypatch.setattr("inkling_jax.memory.free_bytes", lambda device: free)
+    with pytest.raises(MemoryError, match="GiB and the cache 0.0. GiB on each device"):
         inkling_jax.bench(CONFIG, rows=[(32, 400, 0), (8, 400, 0)], parts=["decode"], dtype="float32")
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from inkling_jax import memory
 from inkling_jax.benchmark import weights
 from inkling_jax.nn import InklingModel, abstract_parameters
 from inkling_jax.planning import held
@@ -71,9 +72,9 @@ def test_every_block_is_drawn_and_none_twice(monkeypatch):
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_drawn(monkeypatch):
-    monkeypatch.setattr(weights, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
     monkeypatch.setattr(weights, "fill", lambda *_: pytest.fail("drawn"))
-    with pytest.raises(MemoryError, match="weights and cache need 0.00 GiB on each device, and 0.00 GiB are free"):
+    with pytest.raises(MemoryError, match="the weights need 0.00 GiB on each device, and 0.00 GiB are free"):
         weights.random_parameters(CONFIG, "bfloat16", 0)
 
 
@@ -81,10 +82,10 @@ def test_the_fullest_device_decides_with_the_cache_beside_the_weights(monkeypatc
     mesh = make_mesh({"tensor": 2})
     here = sum(held(EVEN, {"tensor": 2}, None, "bfloat16").values())
     free = dict(zip(jax.devices(), (here + 10**9, here + 2**20), strict=False))
-    monkeypatch.setattr(weights, "free_bytes", free.__getitem__)
-    weights.check_memory(EVEN, "bfloat16", None, mesh, 2**20)
-    with pytest.raises(MemoryError, match="on each device, 0.00 GiB of them for the cache"):
-        weights.check_memory(EVEN, "bfloat16", None, mesh, 2**20 + 1)
+    monkeypatch.setattr(memory, "free_bytes", free.__getitem__)
+    memory.check_memory(EVEN, "bfloat16", None, mesh, 2**20)
+    with pytest.raises(MemoryError, match="GiB and the cache 0.00 GiB on each device"):
+        memory.check_memory(EVEN, "bfloat16", None, mesh, 2**20 + 1)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
