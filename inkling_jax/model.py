@@ -24,6 +24,7 @@ from .decode.request import Prompt, as_array, is_single, make_requests, token_id
 from .decode.session import Completion, Session, Statistics
 from .memory import check_memory
 from .nn import abstract_parameters
+from .processes import agreed
 from .quantization import quantization_of
 from .sharding import MeshLike, check_mesh, make_mesh, shardings
 from .tokenizer import Tokenizer
@@ -341,7 +342,7 @@ def load(
         raise ValueError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, found {quantization!r}")
     devices = None if mesh is None else make_mesh(mesh)
     enable_cache()
-    with checkpoint.agreed(devices is not None and devices.is_multi_process):
+    with agreed(devices is not None and devices.is_multi_process):
         config = InklingConfig.from_path(checkpoint.resolve(path, weights=False))
         choose_implementation(config, implementation)  # before anything large is fetched or read
         if devices is not None:

@@ -6,7 +6,6 @@ from .converting import convert
 from .hub import resolve
 from .inspection import Inspection, PartSize, inspect
 from .names import FileLayout
-from .processes import agreed
 from .quantizing import quantize
 from .read import find_quantization, load_parameters
 from .write import save_checkpoint, save_in_background
@@ -16,7 +15,6 @@ __all__ = [
     "FileLayout",
     "Inspection",
     "PartSize",
-    "agreed",
     "convert",
     "find_quantization",
     "inspect",

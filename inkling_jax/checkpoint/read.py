@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from inkling_jax.config import InklingConfig
 from inkling_jax.errors import CheckpointError
+from inkling_jax.processes import agreed
 from inkling_jax.quantization import Quantization, quantization_of
 from inkling_jax.sharding import mesh_of
 from pallas_kernels.fp4 import BLOCK_OF, FP4, VALUES_A_WORD, dequantize
@@ -25,7 +26,6 @@ from .names import VARIANTS, Shape, stored
 from .orbax import Saved, in_memory, is_orbax, open_orbax, read_params
 from .packed import LEAF_DTYPES, find_packed, layer_of
 from .plan import Packed, Plan, Source, make_plan
-from .processes import agreed
 from .windows import Window, merged, shape_of, whole, window_of, within
 
 log = logging.getLogger("inkling_jax")

@@ -17,6 +17,7 @@ import numpy as np
 from inkling_jax.config import InklingConfig
 from inkling_jax.errors import CheckpointError
 from inkling_jax.nn import abstract_parameters
+from inkling_jax.processes import PATIENCE, together
 from inkling_jax.quantization import Quantization, quantization_of
 from inkling_jax.spelling import Layout
 from pallas_kernels.fp4 import VALUES_A_WORD
@@ -27,7 +28,6 @@ from .metadata import write_metadata
 from .names import FileLayout, Shape, Variant, stored
 from .orbax import start_writing, write_list
 from .packed import layer_of
-from .processes import PATIENCE, together
 
 MAX_SHARD_BYTES = 5 * 10**9
 SIGHT = 60  # seconds after which a process that does not see a new directory has given up

@@ -26,6 +26,7 @@ from ..cache import Cache, CacheShape, Ring, allocate_pages, bucket, make_cache,
 from ..config import InklingConfig
 from ..memory import free_bytes
 from ..nn import InklingModel
+from ..processes import agreed, check_same
 from ..quantization import quantization_of
 from ..sharding import MLP_AXES, TABLE, mesh_of, parts_of, placed, shardings, spec_of
 from .loop import decode, prefill, teacher_forced
@@ -123,7 +124,12 @@ class Engine:
         self.cache_bytes = lru_cache(maxsize=64)(partial(_cache_bytes, self.empty, mesh))
 
     def start(self, requests: list[Request], drafts: int) -> tuple[DecodeState, Settings]:
-        """The state and settings of a batch, padded to a bucket with sequences that are already full."""
+        """The state and settings of a batch, padded to a bucket with sequences that are already full.
+
+        Raises MemoryError where the cache cannot fit, ValueError where processes ask for different things.
+        """
+        if self.shared:
+            check_same("prompts and settings", (requests, drafts))
         batch = self.batch(len(requests))
         prompt = np.ones(batch, np.int32)
         limit = np.ones(batch, np.int32)
@@ -199,12 +205,13 @@ class Engine:
         needed = self.cache_bytes(shape)
         weights = self.leaves[0]
         free = free_memory(weights) if isinstance(weights, jax.Array) else None
-        if free is not None and needed > free:
-            raise MemoryError(
-                f"the cache of {shape.batch} sequences, the longest of {shape.width * shape.page_size} tokens, needs "
-                f"{needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free: lower max_new_tokens, shorten the "
-                f"prompts, give fewer of them at a time, or use fewer draft_tokens"
-            )
+        with agreed(self.shared, MemoryError):
+            if free is not None and needed > free:
+                raise MemoryError(
+                    f"the cache of {shape.batch} sequences, the longest of {shape.width * shape.page_size} tokens, "
+                    f"needs {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free: lower max_new_tokens, "
+                    f"shorten the prompts, give fewer of them at a time, or use fewer draft_tokens"
+                )
 
 
 def _empty(
@@ -271,8 +278,9 @@ def choose_implementation(config: InklingConfig, asked: str | None) -> Implement
 
 
 def free_memory(array: Array) -> int | None:
-    """Bytes free on the device of an array, or None where it does not say."""
-    return free_bytes(array.addressable_shards[0].device)
+    """Bytes free on the fullest device of an array here, or None where none says."""
+    free = (free_bytes(shard.device) for shard in array.addressable_shards)
+    return min((n for n in free if n is not None), default=None)
 
 
 def _settings(requests: list[Request], batch: int, config: InklingConfig) -> Settings:

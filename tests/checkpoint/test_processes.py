@@ -20,7 +20,8 @@ jax.config.update("jax_num_cpu_devices", 4)
 port, index, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 jax.distributed.initialize(f"localhost:{port}", 2, index)
 from inkling_jax.checkpoint import CheckpointError, files, load_parameters, save_checkpoint, save_in_background
-from inkling_jax.checkpoint import agreed, write
+from inkling_jax.checkpoint import write
+from inkling_jax.processes import agreed
 from inkling_jax.sharding import make_mesh
 from tests.checkpoint.test_orbax import CONFIG, PARAMS, on
 

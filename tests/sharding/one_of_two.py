@@ -4,7 +4,9 @@ import sys
 
 import jax
 import numpy as np
+import pytest
 
+from inkling_jax.decode import engine
 from inkling_jax.decode.session import Session
 from inkling_jax.sharding import AXES
 from tests import reference
@@ -29,6 +31,12 @@ def main(index: int, port: int) -> None:
     steps = engine_on("2x2x2")
     assert steps.mesh is not None and steps.mesh.axis_names == AXES
     assert not any(leaf.is_fully_addressable for leaf in steps.leaves)
+    with pytest.raises(ValueError, match="prompts and settings: process 1 has others than process 0"):
+        steps.start([request([1 + index], NEW)], DRAFTS)
+    engine.free_memory = lambda array: [10**9, 0][index]
+    with pytest.raises(MemoryError, match=["^process 1: the cache of", "^the cache of"][index]):
+        steps.start([request([1], NEW)], DRAFTS)
+    engine.free_memory = lambda array: None
     found = completions(steps)
     assert all(map(len, found))
     if index == 0:

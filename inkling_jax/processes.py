@@ -1,15 +1,17 @@
-"""Several processes at one checkpoint: points where they meet, and errors that all of them hear of."""
+"""Several processes with one model: where they meet, errors that all of them hear of, what they must agree on."""
 
 import asyncio
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from inkling_jax.errors import CheckpointError
+from .errors import CheckpointError
 
 PATIENCE = 3600  # seconds that a process waits for the others
 _MOST_SAID = 2048  # bytes of an error that the others hear
@@ -32,8 +34,8 @@ def together(what: str, operation: str, timeout: int = PATIENCE) -> None:
 
 
 @contextmanager
-def agreed(several: bool) -> Iterator[None]:
-    """A block that ends well in all processes or in none: where it raises in one, the others raise `CheckpointError`.
+def agreed(several: bool, kind: type[Exception] = CheckpointError) -> Iterator[None]:
+    """A block that ends well in all processes or in none: where it raises in one, the others raise `kind`.
 
     Without `several` processes it is the block alone.
     """
@@ -54,4 +56,12 @@ def agreed(several: bool) -> Iterator[None]:
         raise error
     for process, line in enumerate(lines):
         if text := bytes(line).rstrip(b"\0").decode(errors="replace"):
-            raise CheckpointError(f"process {process}: {text}")
+            raise kind(f"process {process}: {text}")
+
+
+def check_same(what: str, value: Any) -> None:
+    """Raises ValueError in all processes where one of them has another value, by its repr."""
+    digest = np.frombuffer(hashlib.sha256(repr(value).encode()).digest(), np.uint8)
+    others = multihost_utils.process_allgather(digest)
+    if (wrong := np.flatnonzero((others != others[0]).any(axis=-1))).size:
+        raise ValueError(f"{what}: process {wrong[0]} has others than process 0; all must ask for the same")
