@@ -2,15 +2,18 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from tqdm import tqdm
 
 from inkling_jax.config import InklingConfig
@@ -29,6 +32,9 @@ from .plan import Packed, Plan, Source, make_plan
 from .windows import Window, merged, shape_of, whole, window_of, within
 
 log = logging.getLogger("inkling_jax")
+
+_PART_BYTES = 256 << 20  # of a parameter that are read, and go to a device, at a time
+_AHEAD_BYTES = 1 << 30  # in host memory, read or being read
 
 
 def find_quantization(directory: str | Path, config: InklingConfig) -> Quantization | None:
@@ -71,9 +77,9 @@ def load_parameters(
     Every layout is read, with the MTP tensors indexed or in `mtp.safetensors`. Towers are left out, which one line of
     log says. Weights in 4 bits stay packed where `abstract` has their words and scales, and are unpacked expert by
     expert where it has the plain weight; scales of activations are ignored, which another line says. Of a parameter
-    with a sharding, a process reads the slices of its own devices and no more. Some go to the devices while the next
-    are read: host memory beyond the arrays themselves stays below twice what is read of the largest parameter plus a
-    few pieces of 32 MiB, or an unpacked expert.
+    with a sharding, a process reads the slices of its own devices and no more. Parts of 256 MiB go to the devices while
+    the next are read: host memory beyond the arrays themselves stays below 1 GiB plus a few pieces of 32 MiB, or an
+    unpacked expert.
 
     Raises `CheckpointError` listing everything that is missing, unexpected, misshapen, quantised or cut short, and
     ValueError where a sharding does not cut a parameter evenly, or cuts a block of 4-bit weights.
@@ -149,15 +155,16 @@ def _check_shardings(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What is read at a time: a window of a parameter, or of one of the arrays of a weight in 4 bits.
+    """What is read at a time: rows of a parameter, or of one of the arrays of a weight in 4 bits.
 
-    `places` says which of it goes to which device, None for the one that JAX chooses.
+    `places` says which of it goes to which device, None for the one that JAX chooses, and `row` where it begins there.
     """
 
     path: str
     window: Window
     dtype: np.dtype
     places: list[tuple[tuple[slice, ...], Any]]
+    row: int
 
     @property
     def nbytes(self) -> int:
@@ -165,28 +172,54 @@ class _Part:
 
 
 def _load(plan: Plan, abstract: Mapping[str, jax.ShapeDtypeStruct], bar: tqdm) -> dict[str, jax.Array]:
-    """Every parameter where it belongs: a batch of them goes to the devices while the next is read."""
-    batches = _batches([part for path, spec in abstract.items() for part in _parts(path, spec)])
-    read = lambda batch: [_read(plan, part.path, part.window, part.dtype) for part in batch]  # noqa: E731
-    shards: dict[str, list[jax.Array]] = {path: [] for path in abstract}
-    for batch, hosts in zip(batches, _one_ahead(read, batches), strict=True):
-        for part, host in zip(batch, hosts, strict=True):
-            shards[part.path] += jax.block_until_ready([jax.device_put(host[at], device) for at, device in part.places])
-            bar.update(part.nbytes)
-    return {path: _assemble(spec, shards[path]) for path, spec in abstract.items()}
+    """Every parameter where it belongs: a part of one goes to the devices while the next are read."""
+    shards: dict[str, dict[Any, jax.Array]] = {path: {} for path in abstract}
+    for part, host in _read_ahead(plan, [part for path, spec in abstract.items() for part in _parts(path, spec)]):
+        spec, arrays = abstract[part.path], shards[part.path]
+        shape = spec.shape if spec.sharding is None else spec.sharding.shard_shape(spec.shape)
+        for at, device in part.places:
+            rows = jax.device_put(host[at], device)
+            if rows.shape != shape:
+                array = arrays[device] if part.row else jnp.zeros(shape, spec.dtype, device=device)
+                rows = _write(array, rows, part.row)
+            arrays[device] = rows
+        jax.block_until_ready(list(arrays.values()))
+        bar.update(part.nbytes)
+        del host  # before more is read
+    return {path: _assemble(spec, list(shards[path].values())) for path, spec in abstract.items()}
 
 
-def _parts(path: str, spec: jax.ShapeDtypeStruct) -> list[_Part]:
+def _parts(path: str, spec: jax.ShapeDtypeStruct) -> Iterator[_Part]:
     """All of a parameter; with a sharding what this process's devices hold, once where several hold the same."""
-    if spec.sharding is None:
-        return [_Part(path, whole(spec.shape), spec.dtype, [((), None)])]
     devices: dict[Window, list[Any]] = {}
-    for device, index in spec.sharding.addressable_devices_indices_map(spec.shape).items():
-        devices.setdefault(window_of(index or (), spec.shape), []).append(device)
-    return [
-        _Part(path, box, spec.dtype, [(within(window, box), to) for window in windows for to in devices[window]])
-        for box, windows in merged(devices)
-    ]
+    if spec.sharding is None:
+        devices[whole(spec.shape)] = [None]
+    else:
+        for device, index in spec.sharding.addressable_devices_indices_map(spec.shape).items():
+            devices.setdefault(window_of(index or (), spec.shape), []).append(device)
+    for box, windows in merged(devices):
+        for rows in _cut(box, spec.dtype.itemsize):
+            parts = {window: (*rows[:1], *window[1:]) if len(box) > 1 else window for window in windows}
+            places = [(within(parts[window], rows), device) for window in windows for device in devices[window]]
+            yield _Part(path, rows, spec.dtype, places, rows[0].start - box[0].start if box else 0)
+
+
+def _cut(box: Window, itemsize: int) -> Iterator[Window]:
+    """A box in runs of rows along its first axis, all as long if that is easy: each length is compiled for."""
+    if len(box) < 2:
+        yield box
+        return
+    rows, *rest = box
+    least = min(-(-math.prod(shape_of(box)) * itemsize // _PART_BYTES), rows.extent)
+    count = next(n for n in range(least, 2 * least + 1) if rows.extent % n == 0 or n == 2 * least)
+    step = -(-rows.extent // count)
+    for start in range(rows.start, rows.stop, step):
+        yield (rows._replace(start=start, stop=min(start + step, rows.stop)), *rest)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _write(array: jax.Array, rows: jax.Array, start: int) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(array, rows, start, 0)
 
 
 def _assemble(spec: jax.ShapeDtypeStruct, shards: list[jax.Array]) -> jax.Array:
@@ -196,30 +229,19 @@ def _assemble(spec: jax.ShapeDtypeStruct, shards: list[jax.Array]) -> jax.Array:
     return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, shards, dtype=spec.dtype)
 
 
-def _batches(parts: list[_Part]) -> list[list[_Part]]:
-    """Parts in their order, as many together as are no larger than the largest.
-
-    One by one, the disk would wait for each large one that a small one follows.
-    """
-    most = max((part.nbytes for part in parts), default=0)
-    batches: list[list[_Part]] = []
-    for part in parts:
-        if not batches or sum(other.nbytes for other in batches[-1]) + part.nbytes > most:
-            batches.append([])
-        batches[-1].append(part)
-    return batches
-
-
-def _one_ahead[T, R](make: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """What is made of each in turn: in a thread, the next while the caller works with one."""
+def _read_ahead(plan: Plan, parts: list[_Part]) -> Iterator[tuple[_Part, np.ndarray]]:
+    """Each part with what was read of it: in a thread, the next ones while the caller works with one."""
     with ThreadPoolExecutor(1) as reader:
-        under_way = None
-        for item in items:
-            before, under_way = under_way, reader.submit(make, item)
-            if before is not None:
-                yield before.result()
-        if under_way is not None:
-            yield under_way.result()
+        under_way: deque[tuple[_Part, Future[np.ndarray]]] = deque()
+        for part in parts:
+            while under_way and sum(other.nbytes for other, _ in under_way) + part.nbytes > _AHEAD_BYTES:
+                oldest = under_way[0][0]
+                yield oldest, under_way[0][1].result()
+                under_way.popleft()
+            under_way.append((part, reader.submit(_read, plan, part.path, part.window, part.dtype)))
+        while under_way:
+            part, future = under_way.popleft()
+            yield part, future.result()
 
 
 def _bytes_here(spec: jax.ShapeDtypeStruct) -> int:

@@ -1,4 +1,4 @@
-"""Beyond the model, loading needs memory for the largest tensor twice and a few pieces; quantising for an expert."""
+"""Loading needs a little memory beyond the model, whatever the sizes of its tensors; quantising, an expert."""
 
 import json
 import os
@@ -17,22 +17,23 @@ from . import tiny
 
 # About 260 MB in one file; the largest tensor is the routed experts' w13 of one layer.
 CONFIG = replace(tiny.CONFIG, hidden_size=512, expert_size=512, num_experts=80, dense_size=512)
-PIECE = 1 << 20
-SLACK = 16 << 20  # what the process itself takes while it loads; a third copy of the largest tensor is 84 MB
+PIECE = 1 << 20  # read at a time; 4 of them go to a device together, and 16 are on their way at most
+SLACK = 40 << 20  # what the process itself takes while it loads, compiled programs too; the largest tensor is 84 MB
 
 MEASURE = """
 import json, resource, sys, threading, time
 import jax
-from inkling_jax.checkpoint import files, find_quantization, load_parameters, quantize
+from inkling_jax.checkpoint import files, find_quantization, load_parameters, quantize, read
 from inkling_jax.config import InklingConfig
 from inkling_jax.nn import abstract_parameters
 from pallas_kernels import fp4
 
 action, path = sys.argv[1:3]
 files._PIECE_BYTES = int(sys.argv[3])
+read._PART_BYTES, read._AHEAD_BYTES = 4 * files._PIECE_BYTES, 16 * files._PIECE_BYTES
 config = InklingConfig.from_path(path)
 abstract = abstract_parameters(config, quantization=find_quantization(path, config) if action == "keep" else None)
-jax.block_until_ready(jax.device_put(jax.numpy.ones(3)))
+jax.block_until_ready(read._write(jax.numpy.ones((3, 3)), jax.numpy.ones((1, 3)), 1))
 for shape in ((1, 2, 512, 512), (1, 512, 512)) if action == "quantise" else ():  # compiling is not counted
     jax.block_until_ready(fp4.quantize(jax.numpy.ones(shape, "bfloat16"), "nvfp4"))
 
@@ -77,14 +78,13 @@ def test_peak_memory(tmp_path: Path) -> None:
     plain = measure("load", tmp_path / "model")
     assert plain["model"] == sum(sizes) > 3 * max(sizes)
     assert plain["peak"] >= 0.9 * plain["model"]  # the measurement sees the arrays
-    assert plain["peak"] < plain["model"] + 2 * max(sizes) + SLACK
+    assert plain["peak"] < plain["model"] + 16 * PIECE + SLACK
 
-    # 45 MB, as many with 20 experts as with 200.
-    assert measure("quantise", tmp_path / "model")["peak"] < max(sizes) - SLACK
+    assert measure("quantise", tmp_path / "model")["peak"] < 0.8 * max(sizes)  # 45 MB, with 20 experts and with 200
     packed = tmp_path / "model-nvfp4"
     kept = measure("keep", packed)
     assert kept["model"] < 0.7 * plain["model"]
-    assert kept["peak"] < kept["model"] + 2 * max(sizes) + SLACK  # the first layer's experts are the largest still
+    assert kept["peak"] < kept["model"] + 16 * PIECE + SLACK
     unpacked = measure("unpack", packed)
     assert unpacked["model"] == plain["model"]
-    assert unpacked["peak"] < unpacked["model"] + 2 * max(sizes) + SLACK
+    assert unpacked["peak"] < unpacked["model"] + 16 * PIECE + SLACK

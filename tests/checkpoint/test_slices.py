@@ -171,23 +171,61 @@ def test_weights_in_4_bits(
     assert tiny.same(loaded, expected)
 
 
-def test_small_parts_are_read_with_others() -> None:
-    parts = [read._Part("", whole((n,)), np.dtype(np.uint8), []) for n in (64, 1, 300, 20, 640, 3, 64)]
-    found = [[part.nbytes for part in batch] for batch in read._batches(parts)]
-    assert found == [[64, 1, 300, 20], [640], [3, 64]]
+@pytest.mark.parametrize("sizes", [None, (2, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("nbytes", [1, 3000])
+def test_parameters_in_parts(
+    tmp_path: Path, nbytes: int, sizes: tuple[int, int] | None, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row by row, and a few rows at a time, are those of loading it at once."""
+    monkeypatch.setattr(tiny, "WIDE", CONFIG)
+    made = handmade.make("modelopt")
+    directory = tiny.write(tmp_path / "model", made.tensors, made.raw)
+    quantization = find_quantization(directory, CONFIG) if keep else None
+    abstract = abstract_parameters(CONFIG, quantization=quantization)
+    expected = load_parameters(directory, CONFIG, abstract, progress=False)
+    monkeypatch.setattr(read, "_PART_BYTES", nbytes)
+    monkeypatch.setattr(read, "_AHEAD_BYTES", 5 * nbytes)
+    given = abstract if sizes is None else on(mesh_of(*sizes), quantization)
+    loaded = load_parameters(directory, CONFIG, given, progress=False)
+    assert tiny.same(loaded, expected)
+    assert all(loaded[path].sharding == spec.sharding for path, spec in given.items() if spec.sharding)
 
 
-def test_one_batch_is_read_ahead() -> None:
-    started = [threading.Event() for _ in range(5)]
+@pytest.mark.parametrize(("rows", "lengths"), [(12, [3] * 4), (13, [2] * 6 + [1]), (3, [3]), (14, [2] * 7)])
+def test_rows_are_cut_to_one_length_if_that_is_easy(
+    rows: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "_PART_BYTES", 3 * 10 * 2)
+    box = (Cut(5, 5 + rows, 99), Cut(0, 10, 20))
+    parts = list(read._cut(box, 2))
+    assert [part[0].extent for part in parts] == lengths and all(part[1] == box[1] for part in parts)
+    assert [part[0].start for part in parts] == [5 + sum(lengths[:i]) for i in range(len(lengths))]
 
-    def make(i: int) -> int:
-        started[i].set()
-        return 10 * i
 
-    for i, made in enumerate(read._one_ahead(make, range(5))):
-        assert made == 10 * i
-        assert i == 4 or started[i + 1].wait(10)
-        assert i > 2 or not started[i + 2].is_set()  # memory holds two
+def test_no_more_is_read_ahead_than_memory_is_meant_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [3, 1, 2, 9, 1, 1]
+    parts = [read._Part("", whole((n,)), np.dtype(np.uint8), [], 0) for n in sizes]
+    begun: list[int] = []
+    done = threading.Condition()
+
+    def reading(plan: Any, path: str, window: Any, dtype: Any) -> np.ndarray:
+        with done:
+            begun.append(window[0].size)
+            done.notify()
+        return np.zeros(shape_of(window), np.uint8)
+
+    monkeypatch.setattr(read, "_read", reading)
+    monkeypatch.setattr(read, "_AHEAD_BYTES", 6)
+    held = []
+    for part, host in read._read_ahead(None, parts):  # type: ignore[arg-type]
+        assert host.shape == shape_of(part.window)
+        ahead = {3: 3, 1: 3, 2: 3, 9: 4}.get(part.nbytes, 6) if len(held) < 4 else 6
+        with done:
+            assert done.wait_for(lambda: len(begun) >= ahead, 10)  # noqa: B023
+        assert len(begun) == ahead
+        held.append(part.nbytes)
+    assert held == sizes
 
 
 def test_inputs_that_cut_a_block_are_unpacked_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
