@@ -37,6 +37,7 @@ OPS = (
     "router",
     "linear",
     "moe",
+    "cutoff",
 )
 SWEEP_BYTES = 128 * 2**20  # twice the L2 of an H200
 MOST_COPIES = 8  # all unrolled into one program: more take longer to compile and change no figure

@@ -23,10 +23,10 @@ from jaxtyping import Array, Bool, Float, Int
 from ..cache import Cache, Rows
 from ..collectives import all_gather
 from ..nn import InklingModel
-from .sampling import Logits, Use, accept, keys, sample
+from .sampling import Kept, Logits, Use, accept, keys, sample
 from .state import FULL, NOT_FINITE, RUNNING, STOPPED, DecodeState, Settings
 
-Choose = Callable[[int, Logits, DecodeState, Settings], Int[Array, " B"]]
+Choose = Callable[[int, Logits, DecodeState, Settings], tuple[Int[Array, " B"], Kept]]
 
 
 def prefill(model: InklingModel, state: DecodeState, start: Int[Array, ""], chunk: int, drafts: int) -> DecodeState:
@@ -108,24 +108,24 @@ def decode(
 
 def one_round(model: InklingModel, state: DecodeState, settings: Settings, drafts: int, choose: Choose) -> DecodeState:
     """Draft, verify, accept, commit."""
-    state, draft_logits, offered = propose(model, state, settings, drafts, choose)
+    state, proposals, offered = propose(model, state, settings, drafts, choose)
     proposed = _tokens(state.tokens, state.length, drafts)
-    state, target_logits = verify(model, state, drafts)
-    count, bonus = accept(proposed, draft_logits, target_logits, offered, state.length, settings)
+    state, target = verify(model, state, drafts)
+    count, bonus = accept(proposed, proposals, target, offered, state.length, settings, state.cache.implementation)
     # A sum or a maximum over NaN is NaN; only rows that are about to be committed matter.
-    finite = jnp.isfinite(target_logits.top) | (jnp.arange(drafts + 1) > count[:, None])
+    finite = jnp.isfinite(target.top) | (jnp.arange(drafts + 1) > count[:, None])
     return commit(state, settings, proposed, count, bonus, offered, finite.all(axis=1))
 
 
-def pick(j: int, logits: Logits, state: DecodeState, settings: Settings) -> Int[Array, " B"]:
-    """Draft j as its depth would have it: greedy, or sampled with the sequence's settings."""
-    return sample(logits, settings, keys(settings, state.length + j, Use.DRAFT))
+def pick(j: int, logits: Logits, state: DecodeState, settings: Settings) -> tuple[Int[Array, " B"], Kept]:
+    """Draft j as its depth would have it, greedy or sampled with the sequence's settings, and what it is drawn from."""
+    return sample(logits, settings, keys(settings, state.length + j, Use.DRAFT), state.cache.implementation)
 
 
 def propose(
     model: InklingModel, state: DecodeState, settings: Settings, drafts: int, choose: Choose
-) -> tuple[DecodeState, list[Logits], Int[Array, " B"]]:
-    """The depths' drafts, written behind the committed tokens; their logits; and how many of them may be verified.
+) -> tuple[DecodeState, list[tuple[Logits, Kept]], Int[Array, " B"]]:
+    """The depths' drafts, written behind the committed tokens; what they are of; and how many of them may be verified.
 
     A sequence of one token has no hidden row to draft from. A depth whose logits are not finite ends the offer.
     """
@@ -135,15 +135,16 @@ def propose(
     rows = state.cache.rows(start, jnp.where(running, jnp.minimum(state.length - 1, window), 0))
     last = jnp.maximum(rows.count - 1, 0)
     offered = jnp.where(rows.count > 0, drafts, 0)
-    h, cache, logits = state.hidden.read(start, window), state.cache, []
+    h, cache, proposals = state.hidden.read(start, window), state.cache, []
     for d in range(drafts):
         h, cache = model.depth(d, h, _tokens(state.tokens, start + d + 1, window), rows, cache)
         row = jnp.take_along_axis(h, last[:, None, None], axis=1)
-        logits.append(Logits.of(model.logits(row, rows.implementation)[:, 0], model.unembed.real))
-        token = choose(d, logits[-1], state, settings)
-        offered = jnp.where(jnp.isfinite(logits[-1].top), offered, jnp.minimum(offered, d))
+        logits = Logits.of(model.logits(row, rows.implementation)[:, 0], model.unembed.real)
+        token, kept = choose(d, logits, state, settings)
+        proposals.append((logits, kept))
+        offered = jnp.where(jnp.isfinite(logits.top), offered, jnp.minimum(offered, d))
         state = dataclasses.replace(state, tokens=_put(state.tokens, state.length + d, token))
-    return dataclasses.replace(state, cache=_some(cache)), logits, offered
+    return dataclasses.replace(state, cache=_some(cache)), proposals, offered
 
 
 def verify(model: InklingModel, state: DecodeState, drafts: int) -> tuple[DecodeState, Logits]:

@@ -5,14 +5,17 @@ position's draws are therefore the same whatever stands beside it in the batch. 
 an earlier one was rejected has revealed nothing, so its draws may serve again.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key, UInt
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped, UInt
+
+from pallas_kernels import Implementation, cutoff
+from pallas_kernels.cutoff import DEEPEST, depth_of
 
 from ..collectives import all_reduce, exchange, index, parts
 from .state import Leaf, Settings
@@ -63,86 +66,91 @@ class Logits:
             top, token = (jnp.take_along_axis(x, best, axis=0)[0] for x in (tops, tokens))
         return cls(values, top, token, vocabulary or values.shape[-1])
 
-    def row(self, j: int) -> "Logits":
-        """Row j of each sequence."""
-        return Logits(self.values[:, j], self.top[:, j], self.token[:, j], self.vocabulary)
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Kept:
+    """What sampling keeps of rows of logits, after temperature, top-k and top-p: no distribution is ever stored.
 
-def distribution(logits: Logits, settings: Settings) -> Float[Array, "B V"]:
-    """The distribution that sampling draws from: temperature, then top-k, then top-p; one-hot at temperature 0.
-
-    top-p keeps the fewest most likely tokens whose probabilities reach it; tokens that tie with the last one kept
-    are kept.
+    depth: int32 [B..], how far below the largest logit it goes (`pallas_kernels.cutoff`).
+    total: float32 [B..], the sum of the kept weights, `exp((logit - largest) / temperature)`.
     """
-    greedy = settings.temperature <= 0.0
+
+    depth: Leaf
+    total: Leaf
+
+
+def keep(logits: Logits, settings: Settings, implementation: Implementation = "xla") -> Kept:
+    """top-p keeps the fewest most likely tokens whose probabilities reach it; tokens that tie with the last one kept
+    are kept. Probabilities are those of what top-k has kept."""
+    rows = logits.top.shape
+    x = lax.optimization_barrier(_scaled(logits, settings).reshape(-1, logits.values.shape[-1]))
+    top_k, top_p = (jnp.broadcast_to(_beside(a, len(rows)), rows).reshape(-1) for a in (settings.top_k, settings.top_p))
+    search = partial(cutoff, x, add_up=partial(all_reduce, axis="vocab") if parts("vocab") > 1 else None)
+    search = partial(search, implementation=implementation)
+
+    def sum_of(depth: Int[Array, " N"]) -> Float[Array, " N"]:
+        return all_reduce(jnp.where(depth_of(x) <= depth[:, None], jnp.exp(x), 0.0).sum(axis=1), "vocab")
+
+    def likeliest() -> tuple[Int[Array, " N"], Float[Array, " N"]]:
+        found = search(wanted=top_p * total, last=depth, weighted=True)
+        # 1 keeps all, whatever the sum rounds to.
+        found = jnp.where(top_p >= 1.0, depth, jnp.minimum(found, depth))
+        return found, sum_of(found)
+
+    everything = jnp.full_like(top_k, DEEPEST)
+    by_count = lambda: search(wanted=top_k.astype(jnp.float32), weighted=False)  # noqa: E731
+    depth = lax.cond(jnp.any(top_k < logits.vocabulary), by_count, lambda: everything)
+    total = sum_of(depth)
+    depth, total = lax.cond(jnp.any(top_p < 1.0), likeliest, lambda: (depth, total))
+    return Kept(depth.reshape(rows), total.reshape(rows))
+
+
+def probabilities(logits: Logits, kept: Kept, settings: Settings) -> Float[Array, "*rows V"]:
+    """The distribution that sampling draws from; one-hot at temperature 0. On a mesh, this device's part of it."""
+    own = logits.values.shape[-1]
+    ids = index("vocab") * own + jnp.arange(own, dtype=jnp.int32)
+    best = (ids == logits.token[..., None]).astype(jnp.float32)
+    return _weigh(_scaled(logits, settings), best, kept.depth[..., None], kept.total[..., None], settings)
+
+
+def probability_of(
+    token: Int[Array, "*rows"], logits: Logits, kept: Kept, settings: Settings
+) -> Float[Array, "*rows"]:
+    """The same of one token a row; on a mesh 0 where another device has its logit."""
+    own = logits.values.shape[-1]
+    at = token - index("vocab") * own
+    values = jnp.take_along_axis(logits.values, jnp.clip(at, 0, own - 1)[..., None], axis=-1)[..., 0]
+    x = (values - logits.top) / _temperature(settings, values.ndim)
+    best = (token == logits.token).astype(jnp.float32)
+    found = _weigh(x, best, kept.depth, kept.total, settings)
+    return jnp.where((at >= 0) & (at < own), found, 0.0)
+
+
+def _weigh(
+    x: Float[Array, "*rows"],
+    best: Float[Array, "*rows"],
+    depth: Int[Array, "..."],
+    total: Float[Array, "..."],
+    settings: Settings,
+) -> Float[Array, "*rows"]:
+    greedy = _beside(settings.temperature, x.ndim) <= 0.0
+    return jnp.where(greedy, best, jnp.where(depth_of(x) <= depth, jnp.exp(x) / total, 0.0))
+
+
+def _scaled(logits: Logits, settings: Settings) -> Float[Array, "*rows V"]:
+    """Logits over the temperature, the largest of a row 0."""
     # Less the maximum first: however small the temperature, nothing overflows, and inf - inf is NaN.
-    temperature = jnp.maximum(settings.temperature, jnp.finfo(jnp.float32).tiny)
-    scaled = (logits.values - logits.top[:, None]) / temperature[:, None]
-    own = logits.values.shape[1]
-    restricted = jnp.any((settings.top_k < logits.vocabulary) | (settings.top_p < 1.0))
-    restrict = _restrict if parts("vocab") == 1 else _restrict_parts
-    probabilities = lax.cond(restricted, restrict, lambda x, _: _softmax(x), scaled, settings)
-    best = jax.nn.one_hot(logits.token - index("vocab") * own, own, dtype=jnp.float32)
-    return jnp.where(greedy[:, None], best, probabilities)
+    return (logits.values - logits.top[..., None]) / _temperature(settings, logits.values.ndim)
 
 
-def _softmax(scaled: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """Over the whole vocabulary; the largest of `scaled` is 0."""
-    if parts("vocab") == 1:
-        return jax.nn.softmax(scaled, axis=-1)
-    weights = jnp.exp(scaled)
-    return weights / all_reduce(weights.sum(axis=-1, keepdims=True), "vocab")
+def _temperature(settings: Settings, ndim: int) -> Float[Array, "B ..."]:
+    return _beside(jnp.maximum(settings.temperature, jnp.finfo(jnp.float32).tiny), ndim)
 
 
-def _restrict(scaled: Float[Array, "B V"], settings: Settings) -> Float[Array, "B V"]:
-    vocabulary = scaled.shape[1]
-    ordered = jnp.sort(scaled, axis=-1, descending=True)
-    kth = jnp.take_along_axis(ordered, jnp.minimum(settings.top_k, vocabulary)[:, None] - 1, axis=1)
-    kept = jax.nn.softmax(jnp.where(ordered >= kth, ordered, -jnp.inf), axis=-1)
-    before = jnp.cumsum(kept, axis=-1) - kept
-    # At least one token always stays; top_p == 1 keeps all, whatever the cumulative sum rounds to.
-    inside = (before < settings.top_p[:, None]) | (settings.top_p[:, None] >= 1.0)
-    count = jnp.maximum(jnp.sum(inside & (kept > 0), axis=-1), 1)
-    floor = jnp.take_along_axis(ordered, count[:, None] - 1, axis=1)
-    return jax.nn.softmax(jnp.where(scaled >= floor, scaled, -jnp.inf), axis=-1)
-
-
-def _restrict_parts(scaled: Float[Array, "B V"], settings: Settings) -> Float[Array, "B V"]:
-    """The same without a sort, which would need the whole vocabulary in one place.
-
-    The least probable token kept is searched for among all float32 numbers at or below 0, by counts and by sums over
-    the devices.
-    """
-    size = lax.bitcast_convert_type(-scaled, jnp.int32) & 0x7FFFFFFF  # ordered as -scaled is
-
-    def reach(weights: Float[Array, "B V"], wanted: Float[Array, " B"]) -> Bool[Array, "B V"]:
-        """The most probable tokens, the fewest whose weights reach what is wanted, and those that tie with the last."""
-
-        def reached(limits: Int[Array, "B n"]) -> Bool[Array, "B n"]:
-            below = size[:, None, :] <= limits[:, :, None]
-            sums = jnp.where(below, weights[:, None, :], 0.0).sum(axis=-1)
-            return all_reduce(sums, "vocab") >= wanted[:, None]
-
-        return size <= _least(reached, scaled.shape[0])[:, None]
-
-    # Counts up to 2^24 are exact; more than there are tokens is never reached and keeps all.
-    inside = reach(jnp.ones_like(scaled), settings.top_k.astype(jnp.float32))
-    kept = _softmax(jnp.where(inside, scaled, -jnp.inf))
-    # top_p == 1 keeps all, whatever the sum rounds to.
-    inside &= reach(kept, settings.top_p) | (settings.top_p >= 1.0)[:, None]
-    return _softmax(jnp.where(inside, scaled, -jnp.inf))
-
-
-def _least(reached: Callable[[Int[Array, "B n"]], Bool[Array, "B n"]], batch: int) -> Int[Array, " B"]:
-    """The least non-negative int32 for which a monotone condition holds, 32 candidates a pass; the largest if none."""
-
-    def step(i: Int[Array, ""], first: Int[Array, " B"]) -> Int[Array, " B"]:
-        shift = jnp.maximum(26 - 5 * i, 0)
-        last = first[:, None] + (jnp.arange(1, 33, dtype=jnp.int32) << shift) - 1  # of 32 blocks of 2^shift
-        short = jnp.sum(~reached(last), axis=1, dtype=jnp.int32)
-        return first + (jnp.minimum(short, 31) << shift)
-
-    return lax.fori_loop(0, 7, step, jnp.zeros(batch, jnp.int32))
+def _beside(x: Shaped[Array, " B"], ndim: int) -> Shaped[Array, "B ..."]:
+    """What each sequence has, next to arrays [B, ...] of so many dimensions."""
+    return x.reshape(-1, *[1] * (ndim - 1))
 
 
 def draw(probabilities: Float[Array, "B V"], key: Key[Array, " B"], vocabulary: int | None = None) -> Int[Array, " B"]:
@@ -158,33 +166,39 @@ def draw(probabilities: Float[Array, "B V"], key: Key[Array, " B"], vocabulary: 
     return Logits.of(jnp.log(probabilities) + noise).token
 
 
-def sample(logits: Logits, settings: Settings, key: Key[Array, " B"]) -> Int[Array, " B"]:
-    return lax.cond(
-        jnp.any(settings.temperature > 0.0),
-        lambda: draw(distribution(logits, settings), key, logits.vocabulary),
-        lambda: logits.token,
-    )
+def sample(
+    logits: Logits, settings: Settings, key: Key[Array, " B"], implementation: Implementation = "xla"
+) -> tuple[Int[Array, " B"], Kept]:
+    """A token of each sequence, and what it was drawn from; that is nothing where all are greedy."""
+
+    def drawn() -> tuple[Int[Array, " B"], Kept]:
+        kept = keep(logits, settings, implementation)
+        return draw(probabilities(logits, kept, settings), key, logits.vocabulary), kept
+
+    nothing = Kept(jnp.zeros_like(logits.token), jnp.ones_like(logits.top))
+    return lax.cond(jnp.any(settings.temperature > 0.0), drawn, lambda: (logits.token, nothing))
 
 
 def accept(
     drafts: Int[Array, "B drafts"],
-    draft_logits: list[Logits],
-    target_logits: Logits,
+    proposals: list[tuple[Logits, Kept]],
+    target: Logits,
     offered: Int[Array, " B"],
     positions: Int[Array, " B"],
     settings: Settings,
+    implementation: Implementation = "xla",
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """How many of the first `offered[b]` drafts the target accepts, and the token it adds after them.
 
-    Draft j stands at `positions + j`; row j of `target_logits` is what the target says of that place. Greedy: a draft
-    is accepted while it equals the target's argmax. Sampled: draft x with probability min(1, p(x) / q(x)); after a
-    rejection the token comes from max(p - q, 0) renormalised, after none from p: the output has the target's
-    distribution exactly (Leviathan et al. 2023; Chen et al. 2023).
+    Draft j stands at `positions + j`; `proposals[j]` is what it was drawn from, row j of `target` what the target says
+    of that place. Greedy: a draft is accepted while it equals the target's argmax. Sampled: draft x with probability
+    min(1, p(x) / q(x)); after a rejection the token comes from max(p - q, 0) renormalised, after none from p: the
+    output has the target's distribution exactly (Leviathan et al. 2023; Chen et al. 2023).
     """
     return lax.cond(
         jnp.any(settings.temperature > 0.0),
-        lambda: _accept_sampled(drafts, draft_logits, target_logits, offered, positions, settings),
-        lambda: _accept_greedy(drafts, target_logits.token, offered),
+        lambda: _accept_sampled(drafts, proposals, target, offered, positions, settings, implementation),
+        lambda: _accept_greedy(drafts, target.token, offered),
     )
 
 
@@ -202,37 +216,40 @@ def _accept_greedy(
 
 def _accept_sampled(
     drafts: Int[Array, "B drafts"],
-    draft_logits: list[Logits],
-    target_logits: Logits,
+    proposals: list[tuple[Logits, Kept]],
+    target: Logits,
     offered: Int[Array, " B"],
     positions: Int[Array, " B"],
     settings: Settings,
+    implementation: Implementation,
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    p = [distribution(target_logits.row(j), settings) for j in range(target_logits.token.shape[1])]
-    q = [distribution(logits, settings) for logits in draft_logits]
-    good = []
-    if q:
-        pairs = [(_own(p[j], drafts[:, j]), _own(q[j], drafts[:, j])) for j in range(drafts.shape[1])]
-        pairs = all_reduce(jnp.stack(jax.tree.leaves(pairs)), "vocab").reshape(-1, 2, drafts.shape[0])
-        for j, (p_token, q_token) in enumerate(pairs):
-            u = jax.vmap(jax.random.uniform)(keys(settings, positions + j, Use.ACCEPT))
-            good.append(u * q_token < p_token)
-    count = _prefix(jnp.stack(good, axis=1), offered) if good else jnp.zeros_like(offered)
-    at = lambda x: jnp.take_along_axis(jnp.stack(x, axis=1), count[:, None, None], axis=1)[:, 0]  # noqa: E731
-    weights = target = at(p)
-    if q:
+    said = target, keep(target, settings, implementation)
+    count = jnp.zeros_like(offered)
+    if proposals:
+        logits, kept = jax.tree.map(lambda x: x[:, :-1], said)
+        p = probability_of(drafts, logits, kept, settings)
+        q = [probability_of(drafts[:, j], *proposal, settings) for j, proposal in enumerate(proposals)]
+        p, q = all_reduce(jnp.stack([p, jnp.stack(q, axis=1)]), "vocab")
+        u = [jax.vmap(jax.random.uniform)(keys(settings, positions + j, Use.ACCEPT)) for j in range(len(proposals))]
+        count = _prefix(jnp.stack(u, axis=1) * q < p, offered)
+    logits, kept = jax.tree.map(lambda x: jnp.take_along_axis(x, _beside(count, x.ndim), axis=1)[:, 0], said)
+    weights = probabilities(logits, kept, settings)
+    if proposals:
         # After the last offered draft the target speaks alone, as if q were 0.
-        proposal = jnp.where((count < offered)[:, None], at([*q, jnp.zeros_like(q[0])]), 0.0)
-        rest = jnp.maximum(target - proposal, 0.0)
-        weights = jnp.where(all_reduce(rest.sum(axis=-1, keepdims=True), "vocab") > 0, rest, target)
-    return count, draw(weights, keys(settings, positions + count, Use.TARGET), target_logits.vocabulary)
+        logits, kept = _select(count, proposals)
+        q = probabilities(logits, kept, settings)
+        rest = jnp.where((count < offered)[:, None], jnp.maximum(weights - q, 0.0), weights)
+        weights = jnp.where(all_reduce(rest.sum(axis=-1, keepdims=True), "vocab") > 0, rest, weights)
+    return count, draw(weights, keys(settings, positions + count, Use.TARGET), target.vocabulary)
 
 
-def _own(weights: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
-    """The weight of one token a sequence, 0 where another device has it."""
-    if parts("vocab") == 1:
-        return jnp.take_along_axis(weights, token[:, None], axis=1)[:, 0]
-    at = token - index("vocab") * weights.shape[1]
-    here = (at >= 0) & (at < weights.shape[1])
-    found = jnp.take_along_axis(weights, jnp.where(here, at, 0)[:, None], axis=1)[:, 0]
-    return jnp.where(here, found, 0.0)
+def _select[T](which: Int[Array, " B"], trees: list[T]) -> T:
+    """Of trees of arrays [B, ...] each sequence's own; the last one past the end."""
+
+    def pick(*leaves: Array) -> Array:
+        found = leaves[-1]
+        for j, leaf in enumerate(leaves[:-1]):
+            found = jnp.where(_beside(which == j, leaf.ndim), leaf, found)
+        return found
+
+    return jax.tree.map(pick, *trees)

@@ -88,7 +88,8 @@ def injected():
             right = jnp.take_along_axis(tokens, (state.length + j)[:, None], axis=1)[:, 0]
             wrong = (right + 1 + j) % CONFIG.real_vocab_size
             mode = modes[jnp.arange(len(right)), state.rounds % CYCLE, j]
-            return jnp.select([mode == RIGHT, mode == WRONG], [right, wrong], pick(j, logits, state, settings))
+            token, kept = pick(j, logits, state, settings)
+            return jnp.select([mode == RIGHT, mode == WRONG], [right, wrong], token), kept
 
         return decode(engine().model(leaves), state, settings, jnp.int32(1), DRAFTS, choose)
 

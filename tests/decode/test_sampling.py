@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from inkling_jax.decode.engine import Engine
-from inkling_jax.decode.sampling import Logits, Use, accept, distribution, draw, keys, sample
+from inkling_jax.decode.sampling import Logits, Use, accept, draw, keep, keys, probabilities, sample
 from inkling_jax.decode.state import Settings
 from tests import reference
 from tests.decode.tiny import request
@@ -31,6 +31,12 @@ def settings(batch: int, temperature=1.0, top_k=10**6, top_p=1.0, seed=0) -> Set
 
 
 # --------------------------------------------------------------------------------------------------------- distribution
+
+
+def distribution(logits: jax.Array, options: Settings, implementation: str = "xla") -> jax.Array:
+    """The probabilities that tokens are drawn with."""
+    made = Logits.of(logits)
+    return probabilities(made, keep(made, options, implementation), options)
 
 
 def exact_distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
@@ -64,7 +70,7 @@ CASES = [
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_distribution_agrees_with_float64(scale):
     logits = (scale * np.random.default_rng(0).standard_normal((len(CASES), VOCABULARY))).astype(np.float32)
-    found = jax.jit(distribution)(Logits.of(jnp.asarray(logits)), settings(len(CASES), *np.array(CASES).T))
+    found = jax.jit(distribution)(jnp.asarray(logits), settings(len(CASES), *np.array(CASES).T))
     for row, own, case in zip(found, logits, CASES, strict=True):
         exact = exact_distribution(own, *case)
         assert (row[exact > 1e-30] > 0).all(), case
@@ -76,13 +82,13 @@ def test_no_restriction_keeps_every_token():
     """top_p = 1 keeps the whole tail, although its cumulative sum rounds to 1 long before the end."""
     logits = jnp.asarray(np.linspace(0, -80, 400, dtype=np.float32))[None]
     for top_k in (10**6, 399):
-        found = distribution(Logits.of(logits), settings(1, top_k=top_k))
+        found = distribution(logits, settings(1, top_k=top_k))
         assert int((found > 0).sum()) == min(top_k, 400)
 
 
 def test_likeliest_token_survives_any_restriction():
     logits = jnp.asarray(np.random.default_rng(1).standard_normal((1, 9)), jnp.float32)
-    found = distribution(Logits.of(logits), settings(1, 1.0, 1, 1e-30))
+    found = distribution(logits, settings(1, 1.0, 1, 1e-30))
     np.testing.assert_array_equal(found, jax.nn.one_hot(logits.argmax(axis=1), 9))
 
 
@@ -146,13 +152,15 @@ def batch_of(p: np.ndarray) -> jax.Array:
 def speculate(p, second_p, third_p, q, second_q, options: Settings):
     """Two drafts from q and second_q[first draft], and what `accept` makes of them; and the drafts themselves."""
     position = jnp.full(SEEDS, 11, jnp.int32)
-    first = sample(Logits.of(q), options, keys(options, position, Use.DRAFT))
-    second = sample(Logits.of(second_q[first]), options, keys(options, position + 1, Use.DRAFT))
+    proposals = [Logits.of(q)]
+    first, kept = sample(proposals[0], options, keys(options, position, Use.DRAFT))
+    proposals.append(Logits.of(second_q[first]))
+    second, kept_second = sample(proposals[1], options, keys(options, position + 1, Use.DRAFT))
     drafts = jnp.stack([first, second], axis=1)
     target = jnp.stack([p, second_p[first], third_p], axis=1)
     offered = jnp.full(SEEDS, 2, jnp.int32)
-    proposals = [Logits.of(q), Logits.of(second_q[first])]
-    return drafts, *accept(drafts, proposals, Logits.of(target), offered, position, options)
+    drawn_from = list(zip(proposals, [kept, kept_second], strict=True))
+    return drafts, *accept(drafts, drawn_from, Logits.of(target), offered, position, options)
 
 
 def run(p, q, second_q, temperature=1.0):
@@ -215,7 +223,8 @@ def test_drafts_that_were_not_offered_do_not_count(offered):
     options = settings(SEEDS, seed=np.arange(SEEDS))
     target, q = jnp.stack([batch_of(np.eye(5)[0]), batch_of(P), batch_of(P)], axis=1), batch_of(np.eye(5)[0])
     offers, position = jnp.full(SEEDS, offered), jnp.full(SEEDS, 3)
-    count, bonus = accept(drafts, [Logits.of(q)] * 2, Logits.of(target), offers, position, options)
+    proposal = Logits.of(q), keep(Logits.of(q), options)
+    count, bonus = accept(drafts, [proposal] * 2, Logits.of(target), offers, position, options)
     assert int(count.max()) == offered
     if offered == 0:
         assert (np.asarray(bonus) == 0).all()

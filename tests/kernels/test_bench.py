@@ -8,7 +8,7 @@ from pallas_kernels import bench
 from pallas_kernels._case import Case, apart
 
 OWN = ("embed_norm", "embed_dual_norm_cat", "short_conv", "qkvr_prep", "router", "rel_paged_attention")
-OWN += ("rel_attention", "linear", "moe")
+OWN += ("rel_attention", "linear", "moe", "cutoff")
 
 
 def tiny() -> Case:

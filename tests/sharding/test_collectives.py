@@ -77,9 +77,9 @@ def test_a_round_sums_each_branch_once_and_exchanges_tokens(program):
         ("all-gather", (f"s32[{parts},2,{BATCH},{DRAFTS + 1}]",)): 1,  # and of the target
     }
     sampling = {
-        ("all-gather", (f"f32[{parts},{BATCH}]",)),  # sums of probabilities
-        ("all-gather", (f"f32[{parts},{BATCH},32]",)),  # counts and sums for 32 candidates of a threshold
-        ("all-gather", (f"f32[{parts},{2 * DRAFTS},{BATCH}]",)),  # p and q of the drafts
+        *(("all-gather", (f"f32[{parts},{n}]",)) for n in (BATCH, BATCH * (DRAFTS + 1))),  # sums of weights
+        *(("all-gather", (f"f32[{parts},{n},32]",)) for n in (BATCH, BATCH * (DRAFTS + 1))),  # of 32 blocks of logits
+        ("all-gather", (f"f32[{parts},2,{BATCH}]",)),  # p and q of the one draft
         ("all-gather", (f"s32[{parts},2,{BATCH}]",)),
     }
     assert set(made(branches)) == sampling
