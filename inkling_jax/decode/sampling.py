@@ -114,9 +114,7 @@ def probabilities(logits: Logits, kept: Kept, settings: Settings) -> Float[Array
     return _weigh(_scaled(logits, settings), best, kept.depth[..., None], kept.total[..., None], settings)
 
 
-def probability_of(
-    token: Int[Array, "*rows"], logits: Logits, kept: Kept, settings: Settings
-) -> Float[Array, "*rows"]:
+def probability_of(token: Int[Array, "*rows"], logits: Logits, kept: Kept, settings: Settings) -> Float[Array, "*rows"]:
     """The same of one token a row; on a mesh 0 where another device has its logit."""
     own = logits.values.shape[-1]
     at = token - index("vocab") * own

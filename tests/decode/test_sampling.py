@@ -67,10 +67,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_distribution_agrees_with_float64(scale):
+@pytest.mark.parametrize(("implementation", "scale"), [("xla", 1.0), ("xla", 30.0), ("interpret", 3.0)])
+def test_distribution_agrees_with_float64(implementation, scale):
     logits = (scale * np.random.default_rng(0).standard_normal((len(CASES), VOCABULARY))).astype(np.float32)
-    found = jax.jit(distribution)(jnp.asarray(logits), settings(len(CASES), *np.array(CASES).T))
+    run = jax.jit(distribution, static_argnames="implementation")
+    found = run(jnp.asarray(logits), settings(len(CASES), *np.array(CASES).T), implementation)
     for row, own, case in zip(found, logits, CASES, strict=True):
         exact = exact_distribution(own, *case)
         assert (row[exact > 1e-30] > 0).all(), case
