@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
@@ -16,6 +17,7 @@ from pallas_kernels import Implementation
 from pallas_kernels.fp4 import VALUES_A_WORD
 
 from . import checkpoint
+from .chat import ChatFormat, ChatStream, Messages, Reply
 from .checkpoint import FileLayout
 from .compilation import announce, enable_cache
 from .config import InklingConfig
@@ -32,6 +34,7 @@ from .tokenizer import Tokenizer
 DTYPES = ("bfloat16", "float32")
 QUANTIZATIONS = ("keep", "none")
 DEFAULT_DRAFTS = 4  # one sequence of nano on an H200: 9.7k, 11.5k, 13.4k tokens/s with 1, 2, 4 (docs/performance.md)
+CHAT_TOKENS = 4096  # thinking comes first and may be long
 # Rounds on the device between two looks of the host, or if they are more as many as take so many seconds.
 LOOK = 32, 0.2  # Ctrl-C and stop texts wait for no more
 PIECE = 4, 0.05  # of a stream, whose reader is waiting
@@ -233,6 +236,57 @@ class Inkling:
         session = self._session(prompt, max_new_tokens, draft_tokens, temperature, top_k, top_p, seed, stop)
         return Stream(session)
 
+    def chat(
+        self,
+        messages: Messages,
+        max_new_tokens: int = CHAT_TOKENS,
+        draft_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        stop: Any = None,
+        *,
+        effort: str | float = "high",
+    ) -> Reply:
+        """The reply of a chat model to a text, or to a conversation: [{"role": "user", "content": "..."}, ...].
+
+        Roles are "system", "user" and "assistant", and the user has the last word; to go on, append `reply.message` and
+        the next message of the user. Nothing in a message becomes a special token, however it is spelled.
+        max_new_tokens: of thinking and answer together. stop: ends either; it is of one conversation.
+        effort: how hard to think: "none", "minimal", "low", "medium", "high", "xhigh", "max", or a number from 0 to
+        0.99. It is a request; a model may think at "none".
+        The other arguments are those of `generate`, for one prompt.
+
+        Raises as `generate`, and ValueError naming the message at fault, or the tokens that a model lacks which is not
+        made for chat.
+        """
+        format = ChatFormat(self.tokenizer)
+        arguments = (max_new_tokens, draft_tokens, temperature, top_k, top_p, seed, stop)
+        session = self._session(format.encode(messages, effort), *arguments, ends=format.stop_ids)
+        while not session.finished:
+            session.advance(*LOOK)
+        return format.reply(session)
+
+    def chat_stream(
+        self,
+        messages: Messages,
+        max_new_tokens: int = CHAT_TOKENS,
+        draft_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        stop: Any = None,
+        *,
+        effort: str | float = "high",
+    ) -> ChatStream:
+        """The reply in pieces as it is made, each with its kind, "thinking" or "text"; all else as in `chat`."""
+        format = ChatFormat(self.tokenizer)
+        arguments = (max_new_tokens, draft_tokens, temperature, top_k, top_p, seed, stop)
+        session = self._session(format.encode(messages, effort), *arguments, ends=format.stop_ids)
+        return ChatStream(format, session, _pieces(session))
+
     def _session(
         self,
         prompts: Any,
@@ -243,7 +297,9 @@ class Inkling:
         top_p: Any,
         seed: Any,
         stop: Any,
+        ends: tuple[int, ...] = (),
     ) -> Session:
+        """`ends` are token ids that end every completion, besides the config's and those in `stop`."""
         depths = self.config.mtp_depths
         drafts = min(DEFAULT_DRAFTS, depths) if draft_tokens is None else draft_tokens
         if isinstance(drafts, bool) or not isinstance(drafts, Integral) or not 0 <= drafts <= depths:
@@ -259,6 +315,8 @@ class Inkling:
             seed=seed,
             stop=stop,
         )
+        if ends:
+            requests = [replace(request, stop_ids=(*request.stop_ids, *ends)) for request in requests]
         return Session(self._engine, requests, int(drafts), self.tokenizer)
 
     def _teacher_forced(self, tokens: Any, depth: int | None) -> Array:

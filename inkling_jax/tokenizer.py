@@ -4,7 +4,9 @@ The end tokens are not here: they belong to the config. Special tokens are never
 """
 
 import codecs
+import json
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -50,15 +52,35 @@ class Tokenizer:
         return max(self._library.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. A special token spelled in the text becomes that token, as chat formats need.
+        """Token ids of a text. A special token spelled in the text becomes that token: see `encode_plain`.
 
         Raises ValueError for lone surrogates (bytes of a command line or file that are not UTF-8).
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(f"text is not valid Unicode at character {error.start}: {error.reason}") from error
-        return self._library.encode(text).ids
+        return self._library.encode(_valid(text)).ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text from somebody who may not write special tokens: spelled ones stay letters.
+
+        Nothing is put before or behind it either. Raises as `encode`.
+        """
+        return self._plain.encode(_valid(text), add_special_tokens=False).ids
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The same tokenizer without added tokens. (The library's own switch spares those that no file calls special.)
+
+        A copy, since a switch turned for one call is turned for other threads too; 0.9 s for 200,000 tokens.
+        """
+        content = json.loads(self._library.to_str()) | {"added_tokens": []}
+        return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+    def added_id(self, spelling: str) -> int | None:
+        """The id of an added token, special or not; None where there is none spelled so."""
+        id = self._library.token_to_id(spelling)
+        return id if id in self._library.get_added_tokens_decoder() else None
+
+    def is_special(self, id: int) -> bool:
+        return id in self._special
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids, special tokens and unused ids left out; bytes that are not UTF-8 become U+FFFD.
@@ -101,6 +123,14 @@ class StreamDecoder:
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return rest
+
+
+def _valid(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text is not valid Unicode at character {error.start}: {error.reason}") from error
+    return text
 
 
 def _byte_of_letter() -> dict[str, int]:

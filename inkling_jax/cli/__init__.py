@@ -16,13 +16,14 @@ import jax
 
 from inkling_jax import __version__
 
-from . import bench, convert, doctor, generate, inspect, quantize
+from . import bench, chat, convert, doctor, generate, inspect, quantize
 
 BROKEN_PIPE, INTERRUPTED, WRONG_USE = 141, 130, 2
 
 _EXAMPLES = """\
 examples:
   inkling-jax generate --prompt "def mean(values):"      the bundled model completes Python
+  inkling-jax chat --model ./Inkling-Small               talk with a published model
   inkling-jax generate --model ./Inkling-Small --file prompt.txt --max-new-tokens 500 --temperature 0.7
   inkling-jax inspect ./Inkling-Small --batch 8 --context 32768
   inkling-jax inspect inkling                            a published size, without weights
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     common = _Parser(add_help=False)
     common.add_argument("--traceback", action="store_true", help="show where in the program an error arose")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (generate, inspect, convert, quantize, bench, doctor):
+    for module in (generate, chat, inspect, convert, quantize, bench, doctor):
         command = commands.add_parser(
             module.__name__.rpartition(".")[2],
             parents=[common],

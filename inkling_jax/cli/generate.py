@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from inkling_jax.model import QUANTIZATIONS, Inkling, Statistics, load
+from inkling_jax.model import Inkling, Statistics, load
 
-from .arguments import mesh, probability, some_text, temperature, token_ids, whole
+from .arguments import add_decoding, add_loading, decoding, loading, some_text, token_ids
 
 HELP = "continue a prompt"
 EXAMPLES = """\
@@ -26,43 +26,21 @@ Drafts (--draft-tokens) change the speed, never the text or its distribution; 0 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="nano", help='a directory, a hub id, or "nano" (default)')
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
-    parser.add_argument(
-        "--implementation",
-        choices=("xla", "triton", "interpret"),
-        help="plain JAX, the GPU kernels, or their interpreter (default: the kernels where there is a GPU)",
-    )
-    parser.add_argument(
-        "--quantization",
-        choices=QUANTIZATIONS,
-        default="keep",
-        help="of experts in 4 bits: keep (default) them so, or none: turn them into --dtype when loading",
-    )
-    parser.add_argument("--mesh", metavar="SIZES", type=mesh, help="spread over devices: tensor=2,expert=4")
+    add_loading(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
         "--prompt", metavar="TEXT", type=some_text, help="the text to continue (default: standard input)"
     )
     prompt.add_argument("--file", metavar="PATH", help="read the prompt from a file; - is standard input")
     prompt.add_argument("--tokens", metavar="IDS", type=token_ids, help="the prompt as token ids: 1,2,3")
-    parser.add_argument("--max-new-tokens", metavar="N", type=whole(1), default=128, help="default 128")
-    parser.add_argument("--draft-tokens", metavar="N", type=whole(0), help="drafts a round: 0 to the number of depths")
-    parser.add_argument("--temperature", metavar="X", type=temperature, default=0.0, help="0 (default) is greedy")
-    parser.add_argument("--top-k", metavar="N", type=whole(1), help="sample among the N likeliest tokens")
-    parser.add_argument("--top-p", metavar="X", type=probability, help="sample among the likeliest that sum to X")
-    parser.add_argument("--seed", metavar="N", type=whole(0, 2**32 - 1), default=0, help="of sampling (default 0)")
-    parser.add_argument(
-        "--stop", metavar="TEXT", type=some_text, action="append", help="end before this text; may be repeated"
-    )
+    add_decoding(parser, max_new_tokens=128)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of streaming")
 
 
 def run(arguments: argparse.Namespace) -> int:
     prompt = _prompt(arguments)
-    options = dict(implementation=arguments.implementation, quantization=arguments.quantization, mesh=arguments.mesh)
-    model = load(arguments.model, dtype=arguments.dtype, **options)
-    names = ("max_new_tokens", "draft_tokens", "temperature", "top_k", "top_p", "seed", "stop")
-    settings = {name: getattr(arguments, name) for name in names}
+    model = load(arguments.model, **loading(arguments))
+    settings = decoding(arguments)
     if arguments.json:
         _print_json(model, prompt, settings)
     else:
@@ -71,14 +49,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prompt(arguments: argparse.Namespace) -> str | list[int]:
-    if arguments.tokens is not None:
-        return arguments.tokens
+    return given_text(arguments) if arguments.tokens is None else arguments.tokens
+
+
+def given_text(arguments: argparse.Namespace) -> str:
+    """The text of --prompt or --file, or on standard input."""
     if arguments.prompt is not None:
         return arguments.prompt
     if arguments.file not in (None, "-"):
         return _read_text(Path(arguments.file))
     if sys.stdin is None or (arguments.file is None and sys.stdin.isatty()):
-        raise ValueError("no prompt: give --prompt, --file or --tokens, or text on standard input")
+        raise ValueError("no prompt: give --prompt or --file, or text on standard input")
     text = sys.stdin.read()
     if not text:
         raise ValueError("the prompt on standard input is empty")
@@ -119,17 +100,22 @@ def _print_json(model: Inkling, prompt: str | list[int], settings: dict[str, Any
         "text": completion.text,
         "tokens": [int(token) for token in completion.tokens],
         "finish_reason": completion.finish_reason,
-        "statistics": {
-            "rounds": int(statistics.rounds),
-            "tokens": int(statistics.tokens),
-            "tokens_per_round": _finite(statistics.tokens_per_round),
-            "acceptance": [_finite(rate) for rate in statistics.acceptance],
-            "prefill_seconds": _finite(statistics.prefill_seconds),
-            "decode_seconds": _finite(statistics.decode_seconds),
-            "compile_seconds": _finite(statistics.compile_seconds),
-        },
+        "statistics": figures(statistics),
     }
     print(json.dumps(result, allow_nan=False))
+
+
+def figures(statistics: Statistics) -> dict[str, Any]:
+    """Statistics as JSON takes them."""
+    return {
+        "rounds": int(statistics.rounds),
+        "tokens": int(statistics.tokens),
+        "tokens_per_round": _finite(statistics.tokens_per_round),
+        "acceptance": [_finite(rate) for rate in statistics.acceptance],
+        "prefill_seconds": _finite(statistics.prefill_seconds),
+        "decode_seconds": _finite(statistics.decode_seconds),
+        "compile_seconds": _finite(statistics.compile_seconds),
+    }
 
 
 def summary(statistics: Statistics) -> str:
