@@ -118,7 +118,7 @@ class ChatFormat:
         """What the only sequence of a session made of an encoded conversation."""
         completion = session.completion(0)
         sections = Sections(self)
-        sections.push(session.new_tokens(0))  # not the completion's: a stop text may cut into a token
+        sections.push(completion.tokens)
         parts = sections.split(completion.text or "")
         text, thinking = ("".join(part.text for part in parts if part.kind == kind) for kind in ("text", "thinking"))
         return Reply(text, thinking, completion, session.statistics())

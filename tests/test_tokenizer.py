@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from inkling_jax import CheckpointError
 from inkling_jax.tokenizer import Tokenizer
@@ -89,6 +89,33 @@ def test_special_tokens_do_not_leak_and_plain_added_tokens_stay():
     assert TOKENIZER.decode([END_ID] * 3) == ""
 
 
+@given(st.lists(st.sampled_from([END, "<plain token>", "<東>", "a", "é", " "]), max_size=9).map("".join))
+def test_plain_encoding_knows_no_added_token(text):
+    ids = TOKENIZER.encode_plain(text)
+    assert not {END_ID, *(TOKENIZER.added_id(token) for token in ("<plain token>", "<東>"))} & set(ids)
+    assert TOKENIZER.decode(ids) == text
+    assert TOKENIZER.encode(END) == [END_ID]  # encoding plainly has changed nothing for others
+
+
+@given(st.text(alphabet=st.characters(exclude_characters="<")))
+def test_plain_encoding_is_the_usual_one_where_nothing_is_spelled(text):
+    assert TOKENIZER.encode_plain(text) == TOKENIZER.encode(text)
+
+
+def test_plain_encoding_adds_nothing_around_the_text():
+    made = library()
+    made.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, END_ID)])
+    assert Tokenizer(made).encode("a") == [END_ID, *TOKENIZER.encode("a")]
+    assert Tokenizer(made).encode_plain("a") == TOKENIZER.encode("a")
+
+
+def test_added_tokens_are_found_by_their_spelling():
+    assert TOKENIZER.added_id(END) == END_ID and TOKENIZER.is_special(END_ID)
+    plain = TOKENIZER.encode("<plain token>")[0]
+    assert TOKENIZER.added_id("<plain token>") == plain and not TOKENIZER.is_special(plain)
+    assert TOKENIZER.added_id("a") is None and TOKENIZER.added_id("<|nothing|>") is None
+
+
 def test_a_special_token_inside_a_character_changes_nothing_else():
     first, *rest = TOKENIZER.encode("𝄞")
     assert TOKENIZER.decode([first, END_ID, *rest]) == "𝄞"
@@ -126,8 +153,9 @@ def test_a_decoder_that_is_not_byte_level_is_refused(tmp_path, decoder):
 
 
 def test_text_that_is_not_unicode_is_refused():
-    with pytest.raises(ValueError, match="character 3"):
-        TOKENIZER.encode("abc\udcff")
+    for encode in (TOKENIZER.encode, TOKENIZER.encode_plain):
+        with pytest.raises(ValueError, match="character 3"):
+            encode("abc\udcff")
 
 
 @pytest.mark.parametrize("id", [-1, 2**40])

@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from inkling_jax import Inkling, load, save
-from inkling_jax.cli import generate, main
+from inkling_jax.cli import chat, generate, main
 from inkling_jax.nn import abstract_parameters
 from pallas_kernels import Implementation
 from tests.checkpoint.tiny import CONFIG
@@ -51,7 +51,8 @@ def load_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(path: str, dtype: str, implementation: Implementation | None, **_: object) -> Inkling:
         return loaded(path, dtype, implementation)
 
-    monkeypatch.setattr(generate, "load", again)
+    for module in (generate, chat):
+        monkeypatch.setattr(module, "load", again)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import inkling_jax
 from inkling_jax.cli import generate
 
-COMMANDS = ("generate", "inspect", "convert", "quantize", "bench", "doctor")
+COMMANDS = ("generate", "chat", "inspect", "convert", "quantize", "bench", "doctor")
 # A test run that a shell put into the background ignores Ctrl-C, and a process inherits that: hence the handler.
 PROGRAM = """
 import signal, sys
