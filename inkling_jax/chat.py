@@ -29,6 +29,7 @@ Where each fact is from (all read in 2026):
 The template says the same in text, where a user could spell a token; so the files' templates are not read.
 """
 
+import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,14 +115,13 @@ class ChatFormat:
         ids = [id for message in conversation for id in self._message(message)]
         return [*ids, self.ids[ROLES["assistant"]]]
 
-    def reply(self, session: Session) -> Reply:
-        """What the only sequence of a session made of an encoded conversation."""
-        completion = session.completion(0)
+    def reply(self, completion: Completion, stats: Statistics) -> Reply:
+        """What followed an encoded conversation, thinking and answer apart; `stats` may be those of a batch."""
         sections = Sections(self)
         sections.push(completion.tokens)
         parts = sections.split(completion.text or "")
         text, thinking = ("".join(part.text for part in parts if part.kind == kind) for kind in ("text", "thinking"))
-        return Reply(text, thinking, completion, session.statistics())
+        return Reply(text, thinking, completion, stats)
 
     def _message(self, message: Mapping[str, str]) -> list[int]:
         role, ids = ROLES[message["role"]], []
@@ -167,11 +167,11 @@ class Sections:
     def split(self, text: str, begin: int = 0) -> list[Piece]:
         """The parts of the reply's text, or of its beginning, from character `begin` on."""
         ends = [start for start, _ in self._starts[1:]] + [len(text)]
-        parts = [
-            (kind, text[max(start, begin) : min(end, len(text))])
+        return [
+            Piece(kind, part)
             for (start, kind), end in zip(self._starts, ends, strict=True)
+            if kind is not None and (part := text[max(start, begin) : min(end, len(text))])
         ]
-        return [Piece(kind, part) for kind, part in parts if kind and part]
 
 
 class ChatStream(Iterator[Piece]):
@@ -188,7 +188,7 @@ class ChatStream(Iterator[Piece]):
     @property
     def reply(self) -> Reply:
         """What has been made so far, or all of it once the stream has ended."""
-        return self._format.reply(self._session)
+        return self._format.reply(self._session.completion(0), self._session.statistics())
 
 
 def _pieces(sections: Sections, session: Session, texts: Iterator[str]) -> Iterator[Piece]:
@@ -231,6 +231,7 @@ def _checked(message: Any, place: int) -> dict[str, str]:
 def _level(effort: Any) -> str:
     """The number that the model is told."""
     value = EFFORTS.get(effort) if isinstance(effort, str) else effort
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value <= MOST_EFFORT:
+    number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
+    if not 0 <= number <= MOST_EFFORT:
         raise ValueError(f"effort: expected {', '.join(EFFORTS)} or a number from 0 to {MOST_EFFORT}, found {effort!r}")
-    return f"{round(float(value), 2) + 0.0:g}"  # the sum makes 0 of -0
+    return f"{round(number, 2) + 0.0:g}"  # the sum makes 0 of -0

@@ -266,7 +266,7 @@ class Inkling:
         session = self._session(format.encode(messages, effort), *arguments, ends=format.stop_ids)
         while not session.finished:
             session.advance(*LOOK)
-        return format.reply(session)
+        return format.reply(session.completion(0), session.statistics())
 
     def chat_stream(
         self,

@@ -254,10 +254,11 @@ def test_thinking_and_answer_are_apart(talker, drafts):
     assert reply.message == {"role": "assistant", "content": ANSWER, "thinking": THOUGHT}
 
 
-def test_it_is_what_the_encoded_conversation_gives(talker):
-    """So that batches need no more: `generate` takes lists of ids."""
-    batch = talker.generate([FORMAT.encode("a"), FORMAT.encode("What is 2 times 3?", "low")], 60)
-    assert [completion.tokens for completion in batch] == [talker.chat("a", 60).completion.tokens] * 2
+def test_a_batch_of_conversations_is_one_of_ids(talker):
+    batch = talker.generate([FORMAT.encode("a"), FORMAT.encode("What is 2 times 3?", "low")], 60, stop=FORMAT.stop_ids)
+    for reply in [FORMAT.reply(completion, batch.stats) for completion in batch]:
+        assert (reply.thinking, reply.text) == (THOUGHT, ANSWER)
+        assert reply.completion.tokens == talker.chat("a", 60).completion.tokens
 
 
 def test_a_conversation_goes_on(talker):

@@ -24,7 +24,7 @@ _EXAMPLES = """\
 examples:
   inkling-jax generate --prompt "def mean(values):"      the bundled model completes Python
   inkling-jax chat --model ./Inkling-Small               talk with a published model
-  inkling-jax generate --model ./Inkling-Small --file prompt.txt --max-new-tokens 500 --temperature 0.7
+  inkling-jax generate --file prompt.txt --max-new-tokens 500 --temperature 0.7
   inkling-jax inspect ./Inkling-Small --batch 8 --context 32768
   inkling-jax inspect inkling                            a published size, without weights
   inkling-jax convert nano ./nano-hf --layout transformers

@@ -1,4 +1,4 @@
-"""Continue a prompt. The text appears as it is made; a line of statistics follows on standard error."""
+"""Continue a prompt, as it is: for answers of a chat model use chat. The text appears as it is made; a line of statistics follows on standard error."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ HELP = "continue a prompt"
 EXAMPLES = """\
 examples:
   inkling-jax generate --prompt "def mean(values):"
-  inkling-jax generate --model ./Inkling-Small --file prompt.txt --max-new-tokens 500
+  inkling-jax generate --model ./nano-hf --file prompt.txt --max-new-tokens 500
   printf import | inkling-jax generate --temperature 0.8 --top-p 0.95 --seed 7
   inkling-jax generate --prompt "class Stack:" --stop "class " --stop "def test"
   inkling-jax generate --tokens 17,4,256 --json          a checkpoint without a tokenizer
