@@ -1,4 +1,5 @@
-"""Continue a prompt, as it is: for answers of a chat model use chat. The text appears as it is made; a line of statistics follows on standard error."""
+"""Continue a prompt, as it is; a chat model answers in `chat`. The text appears as it is made; a line of statistics
+follows on standard error."""
 
 import argparse
 import json
