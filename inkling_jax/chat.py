@@ -26,6 +26,9 @@ Where each fact is from (all read in 2026):
   prefix of a longer one), here as far as the messages hold it.
 - Text is encoded without special tokens (tml-renderers: a user who spells one gets letters).
 
+With the published vocabulary, `encode` gives the ids recorded from tml-renderers for conversations of text, and
+<|message_model|> behind them (compared on 2026-12-01).
+
 The template says the same in text, where a user could spell a token; so the files' templates are not read.
 """
 

@@ -69,7 +69,7 @@ class Tokenizer:
     def _plain(self) -> tokenizers.Tokenizer:
         """The same tokenizer without added tokens. (The library's own switch spares those that no file calls special.)
 
-        A copy, since a switch turned for one call is turned for other threads too; 0.9 s for 200,000 tokens.
+        A copy, since a switch turned for one call is turned for other threads too; about a second for 200,000 tokens.
         """
         content = json.loads(self._library.to_str()) | {"added_tokens": []}
         return tokenizers.Tokenizer.from_str(json.dumps(content))
