@@ -19,7 +19,7 @@ ONE_EACH = [
 
 # Operands too small for more: a head's 128 numbers are 8 bytes a lane of AMD's warps, a group's r [16, 16] one number;
 # 64 logits are two a lane, or one; a chunk of ids is less than one.
-WIDEST = {"combine_kernel": 8, "router_kernel": 4, "place_kernel": 4, "count_kernel": 4}
+WIDEST = {"combine_kernel": 8, "router_kernel": 4, "place_kernel": 4, "count_kernel": 4, "sum_kernel": 4}
 NARROW = {"chunk_kernel": 1}
 
 
