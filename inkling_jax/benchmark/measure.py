@@ -13,7 +13,7 @@ import numpy as np
 
 from ..compilation import announce
 from ..decode.engine import Engine
-from ..decode.request import Request
+from ..decode.request import Request, make_requests
 from ..decode.session import Session
 from ..decode.state import DecodeState, Settings
 from ..quantization import Quantization
@@ -28,13 +28,16 @@ Row = dict[str, Any]
 class Effort:
     """How long everything is measured: `windows` timings, each of one call that runs `rounds` rounds.
 
-    `profile` is where traces go, if anywhere.
+    `profile` is where traces go, if anywhere. The last three say how tokens are chosen, as in `generate`.
     """
 
     rounds: int
     windows: int
     seed: int
     profile: Path | None
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
 
     def new_tokens(self, drafts: int) -> int:
         """Room for a window, or for the extra rounds, in which everything is accepted."""
@@ -112,7 +115,7 @@ def occupied(engine: Engine, effort: Effort, sequences: int, context: int, draft
     """A batch in the middle of its answers: random tokens, and caches full of random rows in place of a prefill."""
     rng = np.random.default_rng(effort.seed)
     tokens = rng.integers(engine.config.real_vocab_size, size=(sequences, context)).tolist()
-    requests = [_request(engine, prompt, effort.new_tokens(drafts)) for prompt in tokens]
+    requests = [_request(engine, effort, prompt, effort.new_tokens(drafts)) for prompt in tokens]
     state, settings = engine.start(requests, drafts)
     leaves, tree = jax.tree.flatten((state.cache.layers, state.cache.depths, state.hidden))
     seeds = rng.integers(2**32, size=len(leaves), dtype=np.uint32)
@@ -130,7 +133,7 @@ def run_rounds(engine: Engine, state: DecodeState, settings: Settings, rounds: i
 
 def prefill(engine: Engine, rate: float, effort: Effort, tokens: int, drafts: int) -> Row:
     """A prompt of one token more, since its last one is left to the first round: `tokens` rows go through the model."""
-    request = _request(engine, _prompt(engine, effort, tokens + 1), 1)
+    request = _request(engine, effort, _prompt(engine, effort, tokens + 1), 1)
 
     def run() -> tuple[float, float]:
         session = Session(engine, [request], drafts, None)
@@ -154,7 +157,7 @@ def prefill(engine: Engine, rate: float, effort: Effort, tokens: int, drafts: in
 
 def first_token(engine: Engine, rate: float, effort: Effort, tokens: int, drafts: int) -> Row:
     """From a prompt of `tokens` ids to its first new token on the host, with every program compiled already."""
-    request = _request(engine, _prompt(engine, effort, tokens), effort.new_tokens(drafts))
+    request = _request(engine, effort, _prompt(engine, effort, tokens), effort.new_tokens(drafts))
 
     def run() -> tuple[float, float]:
         begin = time.perf_counter()
@@ -213,10 +216,11 @@ def _repeat(run: Callable[[], tuple[float, float]], effort: Effort, name: str) -
     return times, compiling
 
 
-def _request(engine: Engine, tokens: list[int], new: int) -> Request:
-    """Greedy, and no end token: random weights may choose one."""
-    everything = engine.config.real_vocab_size
-    return Request(tokens, new, temperature=0.0, top_k=everything, top_p=1.0, seed=0, stop_ids=(), stop_texts=())
+def _request(engine: Engine, effort: Effort, tokens: list[int], new: int) -> Request:
+    """No end token: random weights may choose one."""
+    chosen = {name: getattr(effort, name) for name in ("temperature", "top_k", "top_p")}
+    [request] = make_requests([tokens], engine.config, None, max_new_tokens=new, seed=0, stop=None, **chosen)
+    return replace(request, stop_ids=())
 
 
 def _prompt(engine: Engine, effort: Effort, tokens: int) -> list[int]:

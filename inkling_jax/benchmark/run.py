@@ -21,6 +21,7 @@ from ..checkpoint import resolve
 from ..compilation import enable_cache
 from ..config import PRESETS, ConfigError, InklingConfig
 from ..decode.engine import Engine, choose_implementation
+from ..decode.request import make_requests
 from ..memory import check_memory
 from ..nn import abstract_parameters
 from ..planning import held
@@ -57,6 +58,9 @@ def bench(
     mesh: MeshLike = None,
     implementation: Implementation | None = None,
     seed: int = 0,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     profile: str | os.PathLike[str] | None = None,
     progress: Callable[[Report], None] | None = None,
 ) -> Report:
@@ -71,6 +75,7 @@ def bench(
     quantization: "nvfp4" or "mxfp4" for routed experts in 4 bits, in the layers that `quantize` would choose.
     mesh: how many devices to spread over, as {"tensor": 2}, or a `Mesh`, as for `load`.
     rounds, windows: a figure is the median of `windows` timings, each of one call that runs `rounds` rounds.
+    temperature, top_k, top_p: how tokens are chosen, as in `generate`; by default the likeliest one.
     routing: measure which experts are hit; False takes the expectation under uniform routing and compiles less.
     profile: a directory for traces of a few rounds of each row. progress: called with the report before the weights are
         drawn and when they are there, when a row begins (it is named by "running") and when it is done.
@@ -83,7 +88,9 @@ def bench(
     name, config = find_config(model)
     choose_implementation(config, implementation)
     _check(config, dtype=dtype, parts=parts, rounds=rounds, windows=windows, seed=seed)
-    effort = measure.Effort(rounds, windows, seed, None if profile is None else Path(profile))
+    sampling: dict[str, Any] = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    make_requests([[0]], config, None, max_new_tokens=1, seed=0, stop=None, **sampling)  # raises where one is wrong
+    effort = measure.Effort(rounds, windows, seed, None if profile is None else Path(profile), **sampling)
     if rows is not None and (sequences, context, drafts) != (None, None, None):
         raise ValueError("rows: they stand in place of sequences, context and drafts; give one or the others")
     sequences, context, drafts = (None if given is None else _several(given) for given in (sequences, context, drafts))
@@ -126,6 +133,7 @@ def bench(
         "rounds": rounds,
         "windows": windows,
         "seed": seed,
+        **sampling,
         "running": {"part": "weights"},
         "rows": [],
     }

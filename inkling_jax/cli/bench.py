@@ -10,7 +10,7 @@ from inkling_jax.benchmark import PARTS, bench
 from inkling_jax.config import PRESETS
 from inkling_jax.quantization import FORMATS
 
-from .arguments import mesh, points, some_of, whole, wholes
+from .arguments import mesh, points, probability, some_of, temperature, whole, wholes
 from .units import in_bytes
 
 HELP = "how fast a model decodes here, and the memory limit"
@@ -20,6 +20,7 @@ examples:
   inkling-jax bench slice-8 --quick          two rows, in a minute or two
   inkling-jax bench slice-8 --sequences 1,64 --context 1024,8192 --drafts 0 --only decode
   inkling-jax bench slice-8 --only prefill,ttft
+  inkling-jax bench slice-8 --rows 1x1024,64x1024+1 --only decode --temperature 0.7 --top-p 0.95
   inkling-jax bench small-slice --drafts 0,1,2,4 --sequences 1 --json figures.json
   inkling-jax bench ./config.json --profile ./traces
   inkling-jax bench nano --quick             a small model, on any machine
@@ -33,7 +34,7 @@ after each, so that an interrupted run keeps its figures. The exit code is 1 whe
 columns: ms a round (the median of the windows); the limit is the bytes that a round must read, counted from the model,
 at the rate of a plain copy measured in the same run, and the share is how much of that rate is reached. "hit" is how
 many routed experts the rows of a round reach in a layer. A round with drafts commits one token, since nothing that
-random weights draft is accepted: it shows what a round costs.
+random weights draft is accepted: it shows what a round costs. What sampling reads is not counted in the limit.
 """
 
 # vLLM 0.26 on one H200, bfloat16, slice-8, measured on 2026-11-30: ms by (sequences, context), without drafts and
@@ -52,6 +53,7 @@ PEER_MS = {
 PEER_PREFILL = (8192, 47_700)  # tokens, and tokens a second
 
 _POINTS = ("sequences", "context", "drafts")
+_SAMPLING = ("temperature", "top_k", "top_p")
 _QUICK = {"sequences": [1, 64], "context": [1024], "drafts": [0], "only": ["decode"], "rounds": 16, "windows": 3}
 _DEFAULTS = {"rounds": 32, "windows": 5, "only": list(PARTS)}
 
@@ -86,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plain JAX, the GPU kernels, or their interpreter (default: the kernels where there is a GPU)",
     )
     parser.add_argument("--seed", metavar="N", type=whole(0), default=0, help="of weights and tokens (default 0)")
+    parser.add_argument("--temperature", metavar="X", type=temperature, default=0.0, help="sample (default 0: greedy)")
+    parser.add_argument("--top-k", metavar="N", type=whole(1), help="among the N likeliest tokens")
+    parser.add_argument("--top-p", metavar="X", type=probability, help="among the likeliest that sum to X")
     parser.add_argument("--profile", metavar="DIR", type=Path, help="leave a trace of a few rounds of each row there")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures there, after each row")
 
@@ -109,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = (*_POINTS, "rows", "prefill_tokens", "prompt_tokens", "rounds", "windows", "dtype", "quantization", "mesh")
     report = bench(
         arguments.model or arguments.config or "slice-8",
-        **{name: getattr(arguments, name) for name in (*names, "implementation", "seed", "profile")},
+        **{name: getattr(arguments, name) for name in (*names, *_SAMPLING, "implementation", "seed", "profile")},
         parts=arguments.only,
         routing=arguments.routing == "measured",
         progress=_Printer(arguments.json),
@@ -155,8 +160,14 @@ def header(report: dict[str, Any]) -> list[str]:
         f"needs {in_bytes(needed['weights'])} of weights and up to {in_bytes(needed['cache'])} of cache"
         f"{' on each device' if count > 1 else ''}",
         f"copy rate {report['copy_rate'] / 1e12:.3f} TB/s; medians of {report['windows']} windows of "
-        f"{report['rounds']} rounds",
+        f"{report['rounds']} rounds{_chosen(report)}",
     ]
+
+
+def _chosen(report: dict[str, Any]) -> str:
+    """How tokens are, where they are sampled."""
+    given = [f"{name.replace('_', '-')} {report[name]:g}" for name in _SAMPLING if report[name] is not None]
+    return f"; sampled: {', '.join(given)}" if report["temperature"] else ""
 
 
 def drawn(report: dict[str, Any]) -> str:
@@ -208,7 +219,7 @@ def _name(row: dict[str, Any]) -> str:
 def _has_peer(report: dict[str, Any]) -> bool:
     """Whether the known figures of another engine are of this model on this kind of device."""
     same = report["model"] == "slice-8" and report["dtype"] == "bfloat16" and not report["quantization"]
-    return same and report["devices"] == 1 and "H200" in report["device"]
+    return same and report["devices"] == 1 and "H200" in report["device"] and not report["temperature"]
 
 
 def _peer(report: dict[str, Any], row: dict[str, Any]) -> float | None:

@@ -146,6 +146,17 @@ def test_sequences_stand_in_the_middle_of_random_rows(engine):
     assert (np.asarray(state.cache.global_pages)[:3, :2] >= 0).all()  # 80 rows lie in two pages
 
 
+def test_tokens_are_sampled_where_that_is_asked_for(engine):
+    sampled = replace(EFFORT, temperature=0.7, top_k=5, top_p=0.9)
+    _, settings = measure.occupied(engine, sampled, sequences=2, context=40, drafts=1)
+    assert np.allclose(settings.temperature[:2], 0.7) and np.allclose(settings.top_p[:2], 0.9)
+    assert (np.asarray(settings.top_k)[:2] == 5).all()
+    row = measure.decode(engine, RATE, sampled, measure.Hits(False, {}), sequences=2, context=40, drafts=1)
+    assert row["ms"] > 0 and 1 <= row["tokens_per_round"] <= 2
+    _, settings = measure.occupied(engine, EFFORT, sequences=2, context=40, drafts=1)
+    assert (np.asarray(settings.temperature) == 0).all()
+
+
 def test_a_prompt_and_its_first_token(engine):
     row = measure.prefill(engine, RATE, EFFORT, tokens=40, drafts=0)
     assert row["chunks"] == [32, 32] and row["tokens_per_second"] == pytest.approx(40 / row["ms"] * 1e3)
@@ -242,6 +253,7 @@ def test_the_report_says_what_was_measured_where(told):
     assert (report["dtype"], report["seed"], report["copy_rate"]) == ("float32", 5, RATE)
     assert report["weights_bytes"] == weights
     assert (report["mesh"], report["devices"], report["quantization"]) == (None, 1, None)
+    assert (report["temperature"], report["top_k"], report["top_p"]) == (0.0, None, None)
     assert len(report["date"]) == 10 and report["config"]["text_config"]["hidden_size"] == CONFIG.hidden_size
 
 
@@ -284,6 +296,9 @@ def test_configs_are_found_by_name_and_by_path(tmp_path):
         (dict(rounds=0), "rounds: expected whole numbers of at least 1"),
         (dict(rounds=300), "rounds: 300 of up to 2 tokens exceed the context of 512"),
         (dict(windows=True), "windows: expected whole numbers"),
+        (dict(temperature=-1), "temperature: expected 0 \\(greedy\\) or more, found -1"),
+        (dict(temperature=1, top_p=0), "top_p: expected more than 0 and at most 1, found 0"),
+        (dict(top_k=0), "top_k: expected 1 to"),
         (dict(prefill_tokens=511), "prefill_tokens: 511 tokens and up to 2 new ones"),
         (dict(prompt_tokens=0), "prompt_tokens: expected whole numbers of at least 1"),
         (dict(dtype="float16"), "dtype: expected bfloat16 or float32, found 'float16'"),

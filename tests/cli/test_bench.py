@@ -63,6 +63,14 @@ def test_options_reach_the_library(command, asked):
     assert (given["rounds"], given["windows"], given["routing"], given["implementation"]) == (32, 5, True, "xla")
 
 
+def test_how_tokens_are_chosen_reaches_the_library_and_the_header(command, asked):
+    assert command("bench", "--temperature", 0.7, "--top-k", 50, "--top-p", 0.95).code == 0
+    chosen = {name: asked[0][1][name] for name in ("temperature", "top_k", "top_p")}
+    assert chosen == {"temperature": 0.7, "top_k": 50, "top_p": 0.95}
+    assert bench.header(REPORT | chosen)[2].endswith("of 32 rounds; sampled: temperature 0.7, top-k 50, top-p 0.95")
+    assert bench.header(REPORT)[2].endswith("of 32 rounds")
+
+
 def test_rows_stand_in_place_of_combinations(command, asked):
     options = ("--rows", "1x1024,64x8192+3", "--mesh", "tensor=2,expert=4", "--quantization", "nvfp4")
     assert command("bench", "--config", "inkling-small", *options, "--prefill-tokens", "8192,65536").code == 0
@@ -108,6 +116,9 @@ REPORT = {
     "copy_rate": 4e12,
     "windows": 5,
     "rounds": 32,
+    "temperature": 0.0,
+    "top_k": None,
+    "top_p": None,
 }
 ROW = {
     "part": "decode",
@@ -134,7 +145,10 @@ def test_the_known_figures_of_another_engine_stand_beside_their_rows():
     assert "54,613 tokens/s (vLLM 0.26: 47,700), 400 TFLOP/s; limit 50.0 ms (33.3%)" in bench.line(REPORT, prefill)
 
 
-OTHERS = {"device": "cpu"}, {"model": "small-slice"}, {"dtype": "float32"}, {"quantization": "nvfp4"}, {"devices": 2}
+OTHERS = (
+    *({"device": "cpu"}, {"model": "small-slice"}, {"dtype": "float32"}),
+    *({"quantization": "nvfp4"}, {"devices": 2}, {"temperature": 0.7}),
+)
 
 
 @pytest.mark.parametrize("other", OTHERS)
