@@ -18,7 +18,7 @@ from . import tiny
 # About 260 MB in one file; the largest tensor is the routed experts' w13 of one layer.
 CONFIG = replace(tiny.CONFIG, hidden_size=512, expert_size=512, num_experts=80, dense_size=512)
 PIECE = 1 << 20  # read at a time; 4 of them go to a device together, and 16 are on their way at most
-SLACK = 40 << 20  # what the process itself takes while it loads, compiled programs too; the largest tensor is 84 MB
+SLACK = 24 << 20  # what the process itself takes while it loads, compiled programs too; the largest tensor is 84 MB
 
 MEASURE = """
 import json, resource, sys, threading, time
@@ -65,6 +65,7 @@ print(json.dumps({"peak": peak - before, "model": size}))
 def measure(action: str, path: Path) -> dict[str, int]:
     command = [sys.executable, "-c", MEASURE, action, str(path), str(PIECE)]
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # the tests' are slow to run
+    env["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)  # glibc gives back what is freed at once, or one run in 20 has more
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout)
 
 
@@ -80,7 +81,7 @@ def test_peak_memory(tmp_path: Path) -> None:
     assert plain["peak"] >= 0.9 * plain["model"]  # the measurement sees the arrays
     assert plain["peak"] < plain["model"] + 16 * PIECE + SLACK
 
-    assert measure("quantise", tmp_path / "model")["peak"] < 0.8 * max(sizes)  # 45 MB, with 20 experts and with 200
+    assert measure("quantise", tmp_path / "model")["peak"] < 0.8 * max(sizes)  # 36 MB, with 20 experts and with 200
     packed = tmp_path / "model-nvfp4"
     kept = measure("keep", packed)
     assert kept["model"] < 0.7 * plain["model"]
