@@ -231,8 +231,9 @@ def _assemble(spec: jax.ShapeDtypeStruct, shards: list[jax.Array]) -> jax.Array:
 
 def _read_ahead(plan: Plan, parts: list[_Part]) -> Iterator[tuple[_Part, np.ndarray]]:
     """Each part with what was read of it: in a thread, the next ones while the caller works with one."""
-    with ThreadPoolExecutor(1) as reader:
-        under_way: deque[tuple[_Part, Future[np.ndarray]]] = deque()
+    under_way: deque[tuple[_Part, Future[np.ndarray]]] = deque()
+    reader = ThreadPoolExecutor(1)
+    try:
         for part in parts:
             while under_way and sum(other.nbytes for other, _ in under_way) + part.nbytes > _AHEAD_BYTES:
                 oldest = under_way[0][0]
@@ -242,6 +243,8 @@ def _read_ahead(plan: Plan, parts: list[_Part]) -> Iterator[tuple[_Part, np.ndar
         while under_way:
             part, future = under_way.popleft()
             yield part, future.result()
+    finally:
+        reader.shutdown(cancel_futures=True)  # after an error nothing more is read
 
 
 def _bytes_here(spec: jax.ShapeDtypeStruct) -> int:

@@ -119,7 +119,7 @@ def probability_of(token: Int[Array, "*rows"], logits: Logits, kept: Kept, setti
     own = logits.values.shape[-1]
     at = token - index("vocab") * own
     values = jnp.take_along_axis(logits.values, jnp.clip(at, 0, own - 1)[..., None], axis=-1)[..., 0]
-    x = (values - logits.top) / _temperature(settings, values.ndim)
+    x = (values - logits.top) * _rate(settings, values.ndim)
     best = (token == logits.token).astype(jnp.float32)
     found = _weigh(x, best, kept.depth, kept.total, settings)
     return jnp.where((at >= 0) & (at < own), found, 0.0)
@@ -139,11 +139,16 @@ def _weigh(
 def _scaled(logits: Logits, settings: Settings) -> Float[Array, "*rows V"]:
     """Logits over the temperature, the largest of a row 0."""
     # Less the maximum first: however small the temperature, nothing overflows, and inf - inf is NaN.
-    return (logits.values - logits.top[..., None]) / _temperature(settings, logits.values.ndim)
+    return (logits.values - logits.top[..., None]) * _rate(settings, logits.values.ndim)
 
 
-def _temperature(settings: Settings, ndim: int) -> Float[Array, "B ..."]:
-    return _beside(jnp.maximum(settings.temperature, jnp.finfo(jnp.float32).tiny), ndim)
+def _rate(settings: Settings, ndim: int) -> Float[Array, "B ..."]:
+    """One over the temperature, to multiply by: XLA rounds a division in one way or another with what stands around it,
+    and then the least logit kept would be kept here and not there. Neither bound is near a temperature in use: at 1e37
+    all logits are equal, and the inverse of a larger one may be flushed to 0.
+    """
+    temperature = jnp.clip(settings.temperature, jnp.finfo(jnp.float32).tiny, 1e37)
+    return _beside(lax.optimization_barrier(1.0 / temperature), ndim)
 
 
 def _beside(x: Shaped[Array, " B"], ndim: int) -> Shaped[Array, "B ..."]:

@@ -9,11 +9,12 @@ import pytest
 from scipy import stats
 
 from inkling_jax.decode.engine import Engine
-from inkling_jax.decode.sampling import Logits, Use, accept, draw, keep, keys, probabilities, sample
+from inkling_jax.decode.sampling import Logits, Use, accept, draw, keep, keys, probabilities, probability_of, sample
 from inkling_jax.decode.state import Settings
 from tests import reference
 from tests.decode.tiny import request
 
+SEEDS = 20_000
 SURE = 1e-4  # a right sampler fails one fixed set of seeds this rarely; wrong ones miss it by far
 
 
@@ -79,6 +80,50 @@ def test_distribution_agrees_with_float64(implementation, scale):
         np.testing.assert_allclose(row, exact, atol=1e-6, err_msg=str(case))
 
 
+TEMPERATURES = [0.65, 0.85, 1.1, 1.3, *np.random.default_rng(3).uniform(0.2, 4, 28)]
+"""Of the first four, a division by them rounds otherwise where it is compiled as a product."""
+
+
+@pytest.mark.parametrize("top_k", [2, 5])
+def test_what_is_drawn_from_is_what_is_accepted_by(top_k):
+    """The least token kept has the same probability alone as in its row, to the bit whether it is kept."""
+    rows = 40 * len(TEMPERATURES)
+    values = jnp.asarray(np.random.default_rng(4).standard_normal((rows, 20)), jnp.float32)
+    options = settings(rows, np.repeat(TEMPERATURES, 40), top_k)
+
+    @jax.jit
+    def both(values, options, token):
+        logits = Logits.of(values)
+        kept = keep(logits, options)
+        return probabilities(logits, kept, options), probability_of(token, logits, kept, options)
+
+    for place in range(top_k + 1):
+        token = jnp.argsort(-values, axis=1)[:, place].astype(jnp.int32)
+        row, alone = both(values, options, token)
+        np.testing.assert_allclose(alone, np.asarray(row)[np.arange(rows), token], rtol=1e-5)
+        assert ((np.asarray(alone) > 0) == (place < top_k)).all()
+
+
+@pytest.mark.parametrize("temperature", [0.65, 0.85, 1.1, 1.3])
+def test_drafts_of_the_least_token_kept_stand(temperature):
+    logits = np.array([2, 2 - 0.44 * temperature, 0.3, -1, -2.5], np.float32)
+    exact = exact_distribution(logits, temperature, 2, 1.0)
+    values = jnp.broadcast_to(jnp.asarray(logits), (SEEDS, 5))
+    options = settings(SEEDS, temperature, 2, seed=np.arange(SEEDS))
+
+    @jax.jit
+    def speculate(values, options):
+        position = jnp.full(SEEDS, 11, jnp.int32)
+        draft, kept = sample(Logits.of(values), options, keys(options, position, Use.DRAFT))
+        target = Logits.of(jnp.stack([values, values], axis=1))
+        offered = jnp.ones(SEEDS, jnp.int32)
+        return draft, *accept(draft[:, None], [(Logits.of(values), kept)], target, offered, position, options)
+
+    draft, count, _ = map(np.asarray, speculate(values, options))
+    assert (count == 1).all()
+    assert chance(draft, exact) > SURE
+
+
 def test_no_restriction_keeps_every_token():
     """top_p = 1 keeps the whole tail, although its cumulative sum rounds to 1 long before the end."""
     logits = jnp.asarray(np.linspace(0, -80, 400, dtype=np.float32))[None]
@@ -126,7 +171,6 @@ def chance(tokens: np.ndarray, exact: np.ndarray) -> float:
     return stats.chisquare(counts[seen], expected[seen]).pvalue if seen.sum() > 1 else 1.0
 
 
-SEEDS = 20_000
 P = np.array([0.4, 0.3, 0.2, 0.06, 0.04])
 SECOND_P = np.random.default_rng(2).dirichlet(np.ones(5), 5)  # [first token, second token]
 THIRD_P = np.array([0.1, 0.2, 0.3, 0.2, 0.2])
