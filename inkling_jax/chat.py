@@ -235,6 +235,6 @@ def _level(effort: Any) -> str:
     """The number that the model is told."""
     value = EFFORTS.get(effort) if isinstance(effort, str) else effort
     number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
-    if not 0 <= number <= MOST_EFFORT:
+    if not 0 <= number <= MOST_EFFORT + 1e-6:  # float32 has a little more than 0.99
         raise ValueError(f"effort: expected {', '.join(EFFORTS)} or a number from 0 to {MOST_EFFORT}, found {effort!r}")
     return f"{round(number, 2) + 0.0:g}"  # the sum makes 0 of -0

@@ -26,7 +26,7 @@ from .decode.request import Prompt, as_array, is_single, make_requests, token_id
 from .decode.session import Completion, Session, Statistics
 from .memory import check_memory
 from .nn import abstract_parameters
-from .processes import agreed
+from .processes import agreed, check_same
 from .quantization import quantization_of
 from .sharding import MeshLike, check_mesh, make_mesh, shardings
 from .tokenizer import Tokenizer
@@ -302,32 +302,37 @@ class Inkling:
         """`ends` are token ids that end every completion, besides the config's and those in `stop`."""
         depths = self.config.mtp_depths
         drafts = min(DEFAULT_DRAFTS, depths) if draft_tokens is None else draft_tokens
-        if isinstance(drafts, bool) or not isinstance(drafts, Integral) or not 0 <= drafts <= depths:
-            raise ValueError(f"draft_tokens: expected 0 to {depths}, the model's MTP depths, found {draft_tokens!r}")
-        requests = make_requests(
-            prompts,
-            self.config,
-            self.tokenizer,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
-        )
+        with agreed(self._engine.shared, ValueError):
+            if isinstance(drafts, bool) or not isinstance(drafts, Integral) or not 0 <= drafts <= depths:
+                found = f"found {draft_tokens!r}"
+                raise ValueError(f"draft_tokens: expected 0 to {depths}, the model's MTP depths, {found}")
+            requests = make_requests(
+                prompts,
+                self.config,
+                self.tokenizer,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                stop=stop,
+            )
         if ends:
             requests = [replace(request, stop_ids=(*request.stop_ids, *ends)) for request in requests]
         return Session(self._engine, requests, int(drafts), self.tokenizer)
 
     def _teacher_forced(self, tokens: Any, depth: int | None) -> Array:
-        ids = as_array(tokens, "tokens")
-        rows = [token_ids(row, self.config, "tokens") for row in (ids if ids.ndim == 2 and ids.size else [ids])]
-        batch, length = len(rows), len(rows[0])
-        wanted = length if depth is None else length - depth - 1
-        if depth is not None and wanted < 1:
-            raise ValueError(f"tokens: {length} of them give depth {depth} no row; give at least {depth + 2}")
-        if length > self.config.max_context:
-            raise ValueError(f"tokens: {length} exceed the model's context of {self.config.max_context}")
+        with agreed(self._engine.shared, ValueError):
+            ids = as_array(tokens, "tokens")
+            rows = [token_ids(row, self.config, "tokens") for row in (ids if ids.ndim == 2 and ids.size else [ids])]
+            batch, length = len(rows), len(rows[0])
+            wanted = length if depth is None else length - depth - 1
+            if depth is not None and wanted < 1:
+                raise ValueError(f"tokens: {length} of them give depth {depth} no row; give at least {depth + 2}")
+            if length > self.config.max_context:
+                raise ValueError(f"tokens: {length} exceed the model's context of {self.config.max_context}")
+        if self._engine.shared:
+            check_same("tokens and depth", (rows, depth))
         depths = 0 if depth is None else depth + 1
         batch = -(-batch // self._engine.groups) * self._engine.groups  # padded with empty sequences
         needed = np.full(batch, length)

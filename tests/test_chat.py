@@ -8,6 +8,7 @@ import itertools
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,6 +81,7 @@ def test_a_conversation_has_exactly_these_ids(name):
         *zip(["none", "minimal", "low", "medium"], ["0", "0.1", "0.2", "0.7"], strict=True),
         *zip(["high", "xhigh", "max"], ["0.9", "0.99", "0.99"], strict=True),
         *[(0, "0"), (0.0, "0"), (-0.0, "0"), (0.123, "0.12"), (0.5, "0.5"), (0.99, "0.99"), (0.001, "0")],
+        (np.float32(0.99), "0.99"),
     ],
 )
 def test_the_effort_is_told_with_two_digits_at_most(effort, number):

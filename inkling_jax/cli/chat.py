@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LEVEL",
         type=effort,
         default="high",
-        help="how hard to think: none, minimal, low, medium, high (default), xhigh, or a number from 0 to 0.99",
+        help="how hard to think: none, minimal, low, medium, high (default), xhigh, max, or a number from 0 to 0.99",
     )
     add_decoding(parser, max_new_tokens=CHAT_TOKENS)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of streaming")
