@@ -405,7 +405,8 @@ def load(
         raise ValueError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, found {quantization!r}")
     devices = None if mesh is None else make_mesh(mesh)
     enable_cache()
-    with agreed(devices is not None and devices.is_multi_process):
+    several = devices is not None and devices.is_multi_process
+    with agreed(several):
         config = InklingConfig.from_path(checkpoint.resolve(path, weights=False))
         choose_implementation(config, implementation)  # before anything large is fetched or read
         if devices is not None:
@@ -417,6 +418,7 @@ def load(
         if devices is not None:
             where = shardings(config, devices, packed)
             abstract = {path: spec.update(sharding=where[path]) for path, spec in abstract.items()}
+    with agreed(several, MemoryError):
         check_memory(config, dtype, packed, devices)
     params = checkpoint.load_parameters(directory, config, abstract, progress=progress)
     return Inkling(config, params, tokenizer, directory, implementation)
