@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     if asking and arguments.json:
         raise ValueError("--json prints one reply: give --prompt or --file, or text on standard input")
     question = None if asking else given_text(arguments).rstrip("\r\n")
+    if question is not None and not question:
+        raise ValueError("the question is empty: give at least one character")
     model = load(arguments.model, **loading(arguments))
     ChatFormat(model.tokenizer)  # no question before it is known that there will be an answer
     settings = decoding(arguments) | {"effort": arguments.effort}

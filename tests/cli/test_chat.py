@@ -136,7 +136,7 @@ def test_a_reply_that_is_cut_off_says_so(command, talker):
         (["--prompt", "x", "--file", "y"], "argument --file: not allowed with argument --prompt"),
         (["--prompt", "x", "--temperature", "-1"], "argument --temperature"),
         (["--prompt", "x", "--tokens", "1"], "unrecognized arguments: --tokens 1"),
-        (["--prompt", "\n"], "messages[0]: content is empty"),
+        (["--prompt", "\n"], "the question is empty"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
